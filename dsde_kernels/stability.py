@@ -1,0 +1,340 @@
+"""The DSDE rule: how stable was a sequence's KLD of late, and how long should its next draft be.
+
+Per sequence, over the KLD values of every drafted position (accepted or not), newest last; arXiv 2509.01083:
+
+    Var_w(n) = sum w (x - m)^2 / sum w,  m = sum w x / sum w,  w = decay^age      over the newest n values
+    WVIR     = Var_w(short_window) / Var_w(long_window)
+    SF       = exp(alpha * mu) - 1                              mu = mean KLD of this step's positions
+    SL_hat   = ceil(SL_min + (1 - SF * WVIR) (SL_max - SL_min)) if SF * WVIR <= 1, else SL_min
+
+Calibration (until `calibration_tokens` were drafted): SL starts at `sl_start` and doubles after a step in which
+everything drafted was accepted, up to `sl_limit`. The step that completes the count still belongs to it; then, once and
+for all,
+
+    SL_max   = round(A (1 + sl_max_coefficient * mean KLD / (max KLD + 1e-6)))  within [sl_min, sl_limit]
+               A = most drafts accepted in one step; mean and maximum over the phase
+
+and SL_hat already follows the rule. The cap limits the batch's stragglers:
+
+    SL_cap   = round(mean of SL_hat) over the sequences past calibration that drafted in this step
+    SL       = min(SL_hat, SL_cap) for every sequence past calibration, also for one that sat this step out
+
+Edge rules
+* WVIR is 0 with fewer than two values and 20 where the long variance is below 1e-6.
+* A step without drafts, with a KLD that is not finite, or of a sequence that failed (`ok`) changes nothing in the slot.
+* Nobody past calibration drafted: SL_cap = +inf and nothing is capped.
+* Both roundings go to the nearest integer, halves up.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backend import require_backend
+from .checks import check_device, check_vector
+
+_CAPS = ("nearest", "floor", "ceil", None)
+_EPS = 1e-6
+_FLAT = 1e-6  # a long variance below this is no yardstick ...
+_FLAT_WVIR = 20.0  # ... and counts as maximal instability
+
+# Columns of a slot's row after the history: float32 numbers, then int32 numbers in the same four bytes.
+_KLD_SUM, _KLD_MAX, _MEAN_KLD, _WVIR, _DRAFTED, _ACCEPTED, _SL, _SL_MAX = range(8)
+
+
+@dataclass(frozen=True)
+class DsdeRule:
+    """Constants of the DSDE rule; the defaults are the paper's.
+
+    Parameters
+    ----------
+    alpha : float
+        Steepness of SF, per nat.
+    decay : float in (0, 1]
+        Weight of a value relative to the next newer one.
+    short_window, long_window : int
+        Values (drafted tokens, not steps) in the two variances.
+    sl_min, sl_limit, sl_start : int
+        Smallest and largest speculation length, and the first one of a request, in tokens.
+    calibration_tokens : int
+        Drafted tokens after which calibration ends.
+    sl_max_coefficient : float
+        Weight of mean KLD / max KLD in SL_max.
+    cap : {"nearest", "floor", "ceil", None}
+        Rounding of the batch cap; None switches the cap off.
+    sl_min_fraction : float in [0, 1]
+        SL_min is at least ceil(sl_min_fraction * SL_max).
+    divide_by_temperature : bool
+        Divide mu by the temperature of sequences that are sampled.
+
+    Raises
+    ------
+    ValueError
+        A field out of its range.
+    """
+
+    alpha: float = 2.0
+    decay: float = 0.85
+    short_window: int = 10
+    long_window: int = 30
+    sl_min: int = 2
+    sl_limit: int = 10
+    sl_start: int = 5
+    calibration_tokens: int = 30
+    sl_max_coefficient: float = 1.0
+    cap: str | None = "nearest"
+    sl_min_fraction: float = 0.0
+    divide_by_temperature: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("alpha", self.alpha >= 0, "not negative"),
+            ("decay", 0 < self.decay <= 1, "in (0, 1]"),
+            ("short_window", self.short_window >= 1, "at least 1"),
+            ("long_window", self.long_window >= self.short_window, "at least short_window"),
+            ("sl_min", self.sl_min >= 1, "at least 1"),
+            ("sl_limit", self.sl_limit >= self.sl_min, "at least sl_min"),
+            ("sl_start", self.sl_min <= self.sl_start <= self.sl_limit, "in [sl_min, sl_limit]"),
+            ("calibration_tokens", self.calibration_tokens >= 1, "at least 1"),
+            ("sl_max_coefficient", self.sl_max_coefficient >= 0, "not negative"),
+            ("cap", self.cap in _CAPS, "one of 'nearest', 'floor', 'ceil', None"),
+            ("sl_min_fraction", 0 <= self.sl_min_fraction <= 1, "in [0, 1]"),
+        )
+        for name, fine, wanted in checks:
+            if not fine:
+                raise ValueError(f"{name} must be {wanted}; got {getattr(self, name)!r}")
+
+    @classmethod
+    def released_code(cls) -> "DsdeRule":
+        """The constants of the authors' released code, where it departs from the paper."""
+        return cls(
+            decay=0.9,
+            calibration_tokens=100,
+            sl_max_coefficient=0.5,
+            cap="ceil",
+            sl_min_fraction=0.1,
+            divide_by_temperature=True,
+        )
+
+
+class StabilityState:
+    """What the rule remembers of each sequence, one slot a sequence.
+
+    A slot is one row of a float32 table, so an update reads and writes a single run of memory: the KLD history, oldest
+    first, then a few numbers, of which the integers share the storage as int32. The attributes below are views of it.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of slots.
+    rule : DsdeRule
+    device : torch.device or str
+
+    Attributes
+    ----------
+    sl : [capacity] int32
+        Uncapped next speculation length: start value or its doublings in calibration, SL_hat afterwards.
+    sl_max : [capacity] int32
+        SL_max; `sl_limit` until calibration ends.
+    wvir, mean_kld : [capacity] float32
+        WVIR and mu of the last step with drafts.
+    """
+
+    def __init__(self, capacity: int, rule: DsdeRule, device: torch.device | str = "cpu") -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative; got {capacity}")
+        self.capacity = capacity
+        start = torch.zeros(rule.long_window + 8, dtype=torch.float32)
+        numbers = start.view(torch.int32)[rule.long_window :]
+        numbers[_SL], numbers[_SL_MAX] = rule.sl_start, rule.sl_limit
+        self._start = start.to(device)
+        self.table = self._start.repeat(capacity, 1)
+        floats = self.table[:, rule.long_window :]
+        integers = self.table.view(torch.int32)[:, rule.long_window :]
+        self.sl, self.sl_max = integers[:, _SL], integers[:, _SL_MAX]
+        self.drafted = integers[:, _DRAFTED]
+        self.wvir, self.mean_kld = floats[:, _WVIR], floats[:, _MEAN_KLD]
+
+    def reset(self, slots: Tensor) -> None:
+        """Set `slots` ([n] int64 or int32) to the start of a request."""
+        check_vector("slots", slots, slots.numel(), self.table.device, integer=True)
+        self.table[slots] = self._start
+
+
+def _weighted_variances(history: Tensor, count: Tensor, rule: DsdeRule) -> Tensor:
+    """Var_w of the newest `short_window` and `long_window` values of `history` [B, long_window]: [B, 2]."""
+    age = torch.arange(rule.long_window - 1, -1, -1, device=history.device)
+    window = torch.tensor([[rule.short_window], [rule.long_window]], device=history.device)
+    within = age < torch.minimum(window, count[:, None, None])  # [B, 2, long_window]
+    weight = (rule.decay ** age.float()) * within
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=_EPS)
+    x = history[:, None]
+    mean = (weight * x).sum(-1, keepdim=True)
+    return (weight * (x - mean).square_()).sum(-1)
+
+
+def stability_update_torch(
+    state: StabilityState,
+    slots: Tensor,
+    kld: Tensor,
+    cu_draft: Tensor,
+    num_accepted: Tensor,
+    rule: DsdeRule,
+    temperature: Tensor | None,
+    ok: Tensor | None,
+) -> Tensor:
+    window = rule.long_window
+    k = cu_draft[1:] - cu_draft[:-1]
+    width = int(k.max()) if k.shape[0] else 0
+    column = torch.arange(width, device=k.device)
+    position = torch.where(column < k[:, None], cu_draft[:-1, None] + column, kld.shape[0])
+    new = torch.nn.functional.pad(kld, (0, 1))[position]  # [B, width], 0 beyond k
+    total = new.sum(-1)
+    proposed = (k > 0) & total.isfinite()
+    if ok is not None:
+        proposed &= ok
+
+    before = state.table.index_select(0, slots)
+    after = before.clone()
+    floats, integers = after[:, window:], after.view(torch.int32)[:, window:]
+
+    # The last `window` of the values that are there: history, then the k new ones.
+    newest = torch.arange(window, device=k.device) + k[:, None]
+    history = torch.cat((before[:, :window], new), 1).gather(1, newest)
+    mu = total / k.clamp(min=1)
+    drafted = integers[:, _DRAFTED] + k
+    calibrating = integers[:, _DRAFTED] < rule.calibration_tokens
+    kld_sum = torch.where(calibrating, floats[:, _KLD_SUM] + total, floats[:, _KLD_SUM])
+    largest = new.amax(-1) if width else torch.zeros_like(total)
+    kld_max = torch.where(calibrating, torch.maximum(floats[:, _KLD_MAX], largest), floats[:, _KLD_MAX])
+    accepted = torch.where(calibrating, torch.maximum(integers[:, _ACCEPTED], num_accepted), integers[:, _ACCEPTED])
+
+    done = drafted >= rule.calibration_tokens
+    ratio = kld_sum / drafted / (kld_max + _EPS)
+    frozen = (accepted * (1 + rule.sl_max_coefficient * ratio) + 0.5).floor().clamp(rule.sl_min, rule.sl_limit)
+    sl_max = torch.where(calibrating & done, frozen.int(), integers[:, _SL_MAX])
+
+    short, long = _weighted_variances(history, drafted, rule).unbind(-1)
+    wvir = torch.where(long < _FLAT, _FLAT_WVIR, short / long).masked_fill_(drafted < 2, 0.0)
+    scaled = mu
+    if rule.divide_by_temperature and temperature is not None:
+        scaled = mu / temperature.masked_fill(temperature == 0, 1.0)
+    # Finite also where exp would overflow, so that 0 * WVIR stays 0; far beyond 1 either way.
+    x = (rule.alpha * scaled).clamp_(max=80.0).expm1_().mul_(wvir)
+    sl_min = (rule.sl_min_fraction * sl_max).ceil().clamp(min=rule.sl_min)
+    ideal = (sl_min + (1 - x).clamp_(min=0.0) * (sl_max - sl_min)).ceil()
+    doubled = torch.where(num_accepted == k, (2 * integers[:, _SL]).clamp(max=rule.sl_limit), integers[:, _SL])
+
+    after[:, :window] = history
+    for index, value in ((_KLD_SUM, kld_sum), (_KLD_MAX, kld_max), (_MEAN_KLD, mu), (_WVIR, wvir)):
+        floats[:, index] = value
+    for index, value in ((_DRAFTED, drafted), (_ACCEPTED, accepted), (_SL_MAX, sl_max)):
+        integers[:, index] = value
+    integers[:, _SL] = torch.where(done, ideal.int(), doubled)
+    state.table.index_copy_(0, slots, torch.where(proposed[:, None], after, before))
+    return proposed
+
+
+def speculation_lengths_torch(
+    state: StabilityState, slots: Tensor, rule: DsdeRule, proposed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    sl = state.sl[slots]
+    if rule.cap is None:
+        return sl, torch.full((), torch.inf, device=sl.device)
+    past = state.drafted[slots] >= rule.calibration_tokens
+    voters = past if proposed is None else past & proposed
+    mean = (sl * voters).sum() / voters.sum()  # nobody: 0 / 0
+    rounded = {"nearest": lambda: (mean + 0.5).floor(), "floor": mean.floor, "ceil": mean.ceil}[rule.cap]()
+    cap = rounded.nan_to_num_(nan=torch.inf)
+    return torch.where(past & (sl > cap), cap, sl).int(), cap
+
+
+def _check(state: StabilityState, slots: Tensor) -> None:
+    device = state.table.device
+    check_vector("slots", slots, slots.numel(), device, integer=True)
+
+
+def stability_update(
+    state: StabilityState,
+    slots: Tensor,
+    kld: Tensor,
+    cu_draft: Tensor,
+    num_accepted: Tensor,
+    rule: DsdeRule,
+    temperature: Tensor | None = None,
+    ok: Tensor | None = None,
+) -> Tensor:
+    """Take one verified step into the slots of its sequences (in place) and compute their uncapped next lengths.
+
+    Parameters
+    ----------
+    state : StabilityState
+        Built for the same `rule`; its slots `slots` are changed.
+    slots : [B] int32 or int64
+        A different slot for each sequence.
+    kld : [N] float32
+        KLD of each drafted position, nats.
+    cu_draft : [B+1] int32 or int64
+        Sequence i owns the positions ``cu_draft[i]`` to ``cu_draft[i+1] - 1``.
+    num_accepted : [B] int32 or int64
+        Drafts that were kept.
+    rule : DsdeRule
+    temperature : [B] float32, optional
+        Read only if ``rule.divide_by_temperature``; None counts as 1, and so does 0.
+    ok : [B] bool, optional
+        Sequences that did not fail; None: all.
+
+    Returns
+    -------
+    proposed : [B] bool
+        Sequences whose slot took the step: they drafted something, all of it with a finite KLD, and are `ok`.
+
+    Raises
+    ------
+    ValueError
+        Wrong shape, dtype or device.
+    """
+    _check(state, slots)
+    rows, device = slots.shape[0], state.table.device
+    check_vector("kld", kld, kld.numel(), device, integer=False)
+    check_vector("cu_draft", cu_draft, rows + 1, device, integer=True)
+    check_vector("num_accepted", num_accepted, rows, device, integer=True)
+    if temperature is not None:
+        check_vector("temperature", temperature, rows, device, integer=False)
+    if ok is not None:
+        check_device("ok", ok, device)
+        if ok.dtype != torch.bool or ok.shape != (rows,):
+            raise ValueError(f"ok must be bool of shape [{rows}]; got {ok.dtype} of shape {list(ok.shape)}")
+    require_backend()
+    return stability_update_torch(state, slots, kld, cu_draft, num_accepted, rule, temperature, ok)
+
+
+def speculation_lengths(
+    state: StabilityState, slots: Tensor, rule: DsdeRule, proposed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Next speculation length of each sequence of a batch under the batch cap.
+
+    Parameters
+    ----------
+    state : StabilityState
+    slots : [B] int32 or int64
+    rule : DsdeRule
+    proposed : [B] bool, optional
+        Sequences that drafted in this step, as `stability_update` returns it: only they enter the mean. None: all.
+
+    Returns
+    -------
+    next_sl : [B] int32
+        min(SL_hat, SL_cap) past calibration; the start value or its doublings before.
+    sl_cap : 0-d float32
+        +inf where no sequence takes part or the rule has no cap.
+
+    Raises
+    ------
+    ValueError
+        Wrong shape, dtype or device.
+    """
+    _check(state, slots)
+    require_backend()
+    return speculation_lengths_torch(state, slots, rule, proposed)
