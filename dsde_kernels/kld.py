@@ -30,10 +30,10 @@ def kl_from_log_probs_torch(log_p: Tensor, log_q: Tensor) -> Tensor:
     log_p.clamp_(min=-200.0)  # exp(-200) is 0 in float32: keeps 0 * -inf out without changing the sum
     log_q.nan_to_num_(nan=torch.nan, neginf=LOG_FLOOR)
     difference = torch.sub(log_p[:, :shared], log_q, out=log_q)
-    draft_lacks = log_p[:, shared:] - LOG_FLOOR
+    draft_lacks = log_p[:, shared:] - LOG_FLOOR if shared < log_p.shape[1] else None
     p = log_p.exp_()
     kl = row_sum(difference.mul_(p[:, :shared]))
-    if draft_lacks.shape[1]:
+    if draft_lacks is not None:
         kl += row_sum(draft_lacks.mul_(p[:, shared:]))
     return kl.clamp_(min=0.0)
 

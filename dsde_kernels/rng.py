@@ -37,24 +37,24 @@ def philox_torch(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tens
     -------
     Four int64 tensors of words in [0, 2^32), of the broadcast shape.
     """
-    # even, odd: words (0, 2) and (1, 3). Odd words are only ever xor-ed, so their high halves may hold rubbish.
+    # even, odd: words (0, 2) and (1, 3). Odd words are only ever xor-ed, so their high halves may hold rubbish;
+    # the mask at the end of a round removes it, and the sign bits that >> drags in.
     # The first two rounds keep their operands' small shapes: most of the counter is constant along a row.
     e0, o0, e1, o1 = counter
-    k0, k1 = key
-    for _ in range(10):
+    rounds = torch.arange(10, device=key[0].device)[(...,) + (None,) * key[0].ndim]
+    keys = (((k + rounds * w) & _MASK).unbind() for k, w in zip(key, (_W0, _W1), strict=True))
+    for k0, k1 in zip(*keys, strict=True):
         p0, p1 = e0 * _M0, e1 * _M1
         e0, e1 = _round(p1, o0, k0), _round(p0, o1, k1)
         o0, o1 = p1, p0
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return e0, o0 & _MASK, e1, o1 & _MASK
 
 
 def _round(product: Tensor, odd: Tensor, key: Tensor) -> Tensor:
     word = product >> 32
-    shape = torch.broadcast_shapes(word.shape, odd.shape, key.shape)
-    word = word ^ odd if word.shape != shape else word.bitwise_xor_(odd)
-    word = word ^ key if word.shape != shape else word.bitwise_xor_(key)
-    return word.bitwise_and_(_MASK)
+    if odd.shape == word.shape:
+        return word.bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
+    return (word ^ (odd ^ key)).bitwise_and_(_MASK)
 
 
 def uniform_torch(seed: Tensor, step: Tensor, offset: Tensor, stream: int, count: int) -> Tensor:

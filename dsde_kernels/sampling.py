@@ -1,7 +1,8 @@
 """Draw tokens by an exponential race, and the thresholds of top-k, top-p and min-p.
 
 Race: with p the softmax of the kept logits after temperature and e_v independent exponential numbers, the index of the
-smallest e_v / p_v has the distribution p. It is written as argmax_v p_v / e_v: a token without probability scores 0 and cannot win.
+smallest e_v / p_v has the distribution p. It is written as argmax of p_v / e_v: a token without probability scores 0
+and cannot win.
 
 Edge rules
 * Temperature 0 takes the argmax of the raw logits, lowest id on ties, whatever the threshold; it draws no number.
@@ -28,7 +29,7 @@ def sample_torch(
     logits: Tensor, temperature: Tensor, seed: Tensor, step: Tensor, offset: Tensor, threshold: Tensor | None
 ) -> Tensor:
     tokens = logits.argmax(-1)
-    finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    finite = logits.gather(1, tokens[:, None])[:, 0].abs() < torch.inf
     rows = temperature.nonzero()[:, 0]
     if rows.shape[0]:
         p = log_softmax(logits[rows], temperature[rows], None if threshold is None else threshold[rows]).exp_()

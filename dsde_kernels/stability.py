@@ -39,8 +39,9 @@ _EPS = 1e-6
 _FLAT = 1e-6  # a long variance below this is no yardstick ...
 _FLAT_WVIR = 20.0  # ... and counts as maximal instability
 
-# Columns of a slot's row after the history: float32 numbers, then int32 numbers in the same four bytes.
-_KLD_SUM, _KLD_MAX, _MEAN_KLD, _WVIR, _DRAFTED, _ACCEPTED, _SL, _SL_MAX = range(8)
+# A slot's row after the KLD history: float32 numbers, then int32 numbers in the same kind of four bytes.
+_FLOATS = ("kld_sum", "kld_max", "mean_kld", "wvir")
+_INTEGERS = ("drafted", "most_accepted", "sl", "sl_max")
 
 
 @dataclass(frozen=True)
@@ -139,22 +140,21 @@ class StabilityState:
         SL_max; `sl_limit` until calibration ends.
     wvir, mean_kld : [capacity] float32
         WVIR and mu of the last step with drafts.
+    drafted : [capacity] int32
+        Drafted tokens so far; calibration ends at ``rule.calibration_tokens``.
     """
 
     def __init__(self, capacity: int, rule: DsdeRule, device: torch.device | str = "cpu") -> None:
         if capacity < 0:
             raise ValueError(f"capacity must not be negative; got {capacity}")
-        self.capacity = capacity
-        start = torch.zeros(rule.long_window + 8, dtype=torch.float32)
-        numbers = start.view(torch.int32)[rule.long_window :]
-        numbers[_SL], numbers[_SL_MAX] = rule.sl_start, rule.sl_limit
+        window = rule.long_window
+        start = torch.zeros(window + len(_FLOATS) + len(_INTEGERS))
+        start.view(torch.int32)[-2:] = torch.tensor([rule.sl_start, rule.sl_limit])
         self._start = start.to(device)
         self.table = self._start.repeat(capacity, 1)
-        floats = self.table[:, rule.long_window :]
-        integers = self.table.view(torch.int32)[:, rule.long_window :]
-        self.sl, self.sl_max = integers[:, _SL], integers[:, _SL_MAX]
-        self.drafted = integers[:, _DRAFTED]
-        self.wvir, self.mean_kld = floats[:, _WVIR], floats[:, _MEAN_KLD]
+        integers = self.table.view(torch.int32)
+        self.mean_kld, self.wvir = self.table[:, window + 2], self.table[:, window + 3]
+        self.drafted, self.sl, self.sl_max = integers[:, -4], integers[:, -2], integers[:, -1]
 
     def reset(self, slots: Tensor) -> None:
         """Set `slots` ([n] int64 or int32) to the start of a request."""
@@ -162,14 +162,16 @@ class StabilityState:
         self.table[slots] = self._start
 
 
-def _weighted_variances(history: Tensor, count: Tensor, rule: DsdeRule) -> Tensor:
-    """Var_w of the newest `short_window` and `long_window` values of `history` [B, long_window]: [B, 2]."""
+def _weighted_variances(history: Tensor, count: Tensor, rule: DsdeRule) -> tuple[Tensor, Tensor]:
+    """Var_w of the newest `short_window` and `long_window` values of `history` [B, long_window]."""
     age = torch.arange(rule.long_window - 1, -1, -1, device=history.device)
-    window = torch.tensor([[rule.short_window], [rule.long_window]], device=history.device)
-    within = age < torch.minimum(window, count[:, None, None])  # [B, 2, long_window]
-    weight = (rule.decay ** age.float()) * within
-    weight = weight / weight.sum(-1, keepdim=True).clamp(min=_EPS)
-    x = history[:, None]
+    weight = rule.decay**age * (age < count[:, None])
+    short = slice(rule.long_window - rule.short_window, None)
+    return _variance(history[:, short], weight[:, short]), _variance(history, weight)
+
+
+def _variance(x: Tensor, weight: Tensor) -> Tensor:
+    weight = weight / weight.sum(-1, keepdim=True)
     mean = (weight * x).sum(-1, keepdim=True)
     return (weight * (x - mean).square_()).sum(-1)
 
@@ -184,54 +186,50 @@ def stability_update_torch(
     temperature: Tensor | None,
     ok: Tensor | None,
 ) -> Tensor:
-    window = rule.long_window
-    k = cu_draft[1:] - cu_draft[:-1]
-    width = int(k.max()) if k.shape[0] else 0
-    column = torch.arange(width, device=k.device)
-    position = torch.where(column < k[:, None], cu_draft[:-1, None] + column, kld.shape[0])
-    new = torch.nn.functional.pad(kld, (0, 1))[position]  # [B, width], 0 beyond k
+    window, drafts = rule.long_window, kld.shape[0]
+    if not drafts:
+        return torch.zeros_like(slots, dtype=torch.bool)
+    first, k = cu_draft[:-1, None], cu_draft[1:] - cu_draft[:-1]
+    column = torch.arange(int(k.max()), device=k.device)
+    new = kld[(first + column).clamp_(max=drafts - 1)].masked_fill_(column >= k[:, None], 0.0)  # [B, most k]
     total = new.sum(-1)
-    proposed = (k > 0) & total.isfinite()
+    proposed = (k > 0) & (total < torch.inf)  # NaN is not below infinity either
     if ok is not None:
         proposed &= ok
 
     before = state.table.index_select(0, slots)
-    after = before.clone()
-    floats, integers = after[:, window:], after.view(torch.int32)[:, window:]
+    kld_sum, kld_max, *_ = before[:, window:].unbind(-1)
+    *_, count, most_accepted, sl, sl_max = before.view(torch.int32)[:, window:].unbind(-1)
 
     # The last `window` of the values that are there: history, then the k new ones.
     newest = torch.arange(window, device=k.device) + k[:, None]
     history = torch.cat((before[:, :window], new), 1).gather(1, newest)
-    mu = total / k.clamp(min=1)
-    drafted = integers[:, _DRAFTED] + k
-    calibrating = integers[:, _DRAFTED] < rule.calibration_tokens
-    kld_sum = torch.where(calibrating, floats[:, _KLD_SUM] + total, floats[:, _KLD_SUM])
-    largest = new.amax(-1) if width else torch.zeros_like(total)
-    kld_max = torch.where(calibrating, torch.maximum(floats[:, _KLD_MAX], largest), floats[:, _KLD_MAX])
-    accepted = torch.where(calibrating, torch.maximum(integers[:, _ACCEPTED], num_accepted), integers[:, _ACCEPTED])
-
+    mu = total / k
+    drafted = count + k
+    # Sum, maximum and most accepted run on after calibration, but are read only when it ends.
+    kld_sum = kld_sum + total
+    kld_max = torch.maximum(kld_max, new.amax(-1))
+    most_accepted = torch.maximum(most_accepted, num_accepted)
     done = drafted >= rule.calibration_tokens
     ratio = kld_sum / drafted / (kld_max + _EPS)
-    frozen = (accepted * (1 + rule.sl_max_coefficient * ratio) + 0.5).floor().clamp(rule.sl_min, rule.sl_limit)
-    sl_max = torch.where(calibrating & done, frozen.int(), integers[:, _SL_MAX])
+    frozen = (most_accepted * (1 + rule.sl_max_coefficient * ratio) + 0.5).floor_().clamp_(rule.sl_min, rule.sl_limit)
+    sl_max = torch.where(done & (count < rule.calibration_tokens), frozen.int(), sl_max)
 
-    short, long = _weighted_variances(history, drafted, rule).unbind(-1)
-    wvir = torch.where(long < _FLAT, _FLAT_WVIR, short / long).masked_fill_(drafted < 2, 0.0)
+    short, long = _weighted_variances(history, drafted, rule)
+    wvir = (short / long).masked_fill_(long < _FLAT, _FLAT_WVIR).masked_fill_(drafted < 2, 0.0)
     scaled = mu
     if rule.divide_by_temperature and temperature is not None:
         scaled = mu / temperature.masked_fill(temperature == 0, 1.0)
     # Finite also where exp would overflow, so that 0 * WVIR stays 0; far beyond 1 either way.
     x = (rule.alpha * scaled).clamp_(max=80.0).expm1_().mul_(wvir)
-    sl_min = (rule.sl_min_fraction * sl_max).ceil().clamp(min=rule.sl_min)
-    ideal = (sl_min + (1 - x).clamp_(min=0.0) * (sl_max - sl_min)).ceil()
-    doubled = torch.where(num_accepted == k, (2 * integers[:, _SL]).clamp(max=rule.sl_limit), integers[:, _SL])
+    sl_min = (rule.sl_min_fraction * sl_max).ceil_().clamp_(min=rule.sl_min)
+    ideal = (sl_min + (1 - x).clamp_(min=0.0) * (sl_max - sl_min)).ceil_()
+    doubled = torch.where(num_accepted == k, (2 * sl).clamp_(max=rule.sl_limit), sl)
+    sl = torch.where(done, ideal.int(), doubled)
 
-    after[:, :window] = history
-    for index, value in ((_KLD_SUM, kld_sum), (_KLD_MAX, kld_max), (_MEAN_KLD, mu), (_WVIR, wvir)):
-        floats[:, index] = value
-    for index, value in ((_DRAFTED, drafted), (_ACCEPTED, accepted), (_SL_MAX, sl_max)):
-        integers[:, index] = value
-    integers[:, _SL] = torch.where(done, ideal.int(), doubled)
+    floats = torch.stack((kld_sum, kld_max, mu, wvir), 1)
+    integers = torch.stack((drafted.int(), most_accepted.int(), sl, sl_max), 1)
+    after = torch.cat((history, floats, integers.view(torch.float32)), 1)
     state.table.index_copy_(0, slots, torch.where(proposed[:, None], after, before))
     return proposed
 
@@ -245,9 +243,12 @@ def speculation_lengths_torch(
     past = state.drafted[slots] >= rule.calibration_tokens
     voters = past if proposed is None else past & proposed
     mean = (sl * voters).sum() / voters.sum()  # nobody: 0 / 0
-    rounded = {"nearest": lambda: (mean + 0.5).floor(), "floor": mean.floor, "ceil": mean.ceil}[rule.cap]()
-    cap = rounded.nan_to_num_(nan=torch.inf)
-    return torch.where(past & (sl > cap), cap, sl).int(), cap
+    if rule.cap == "nearest":
+        cap = (mean + 0.5).floor_()
+    else:
+        cap = mean.floor_() if rule.cap == "floor" else mean.ceil_()
+    cap.nan_to_num_(nan=torch.inf)
+    return torch.where(past, sl.minimum(cap), sl).int(), cap
 
 
 def _check(state: StabilityState, slots: Tensor) -> None:

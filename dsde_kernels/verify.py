@@ -9,8 +9,8 @@ With p the target and q the draft distribution at a position, both after tempera
 
 which leaves every emitted token distributed as p. KLD (see kld.py) is taken at every drafted position.
 
-The twin sweeps the N pairs of rows once for KLD, p(x) and q(x) (once more if truncation is on), then one target row and,
-after a rejection, one draft row a sequence. It holds at most two float32 matrices of N rows.
+The twin sweeps the N pairs of rows once for KLD, p(x) and q(x) (once more if truncation is on), then one target row
+and, after a rejection, one draft row a sequence. It holds at most two float32 matrices of N rows.
 
 Edge rules
 * Temperature 0: passes iff x is the target's argmax, lowest id on ties; no number is drawn; KLD and log-probabilities
@@ -23,7 +23,8 @@ Edge rules
   q = 0.
 * A row that is consumed and holds NaN, +inf or no finite logit ends its sequence: `ok` False, no token from there on. A
   sequence consumes target rows up to and including the one it draws its last token from, and, when it is sampled, the
-  draft rows of the drafts it looks at. Greedy verification never looks at q: a broken draft row only makes that KLD NaN.
+  draft rows of the drafts it looks at. Greedy verification never looks at q: there, a broken draft row only makes its
+  KLD NaN.
 """
 
 from itertools import pairwise
@@ -31,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import rng
 from .backend import require_backend
@@ -92,10 +92,6 @@ class StepResult(NamedTuple):
     sl_cap: Tensor
 
 
-def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
-    return log_probs.gather(1, ids[:, None])[:, 0]
-
-
 def verify_torch(
     target_logits: Tensor,
     draft_logits: Tensor | None,
@@ -112,91 +108,85 @@ def verify_torch(
     device = target_logits.device
     cu = cu_draft.long()
     first, k = cu[:-1], cu[1:] - cu[:-1]
-    sequence = torch.arange(k.shape[0], device=device)
-    owner = sequence.repeat_interleave(k, output_size=drafts)  # sequence of each draft
-    draft_rows = torch.arange(drafts, device=device) + owner
+    index = torch.arange(drafts + 1, device=device)
+    owner = torch.bucketize(index[:-1], cu[1:], right=True)  # the sequence of each draft
+    draft_rows = index[:-1] + owner
+    bonus_rows = cu[1:] + torch.arange(k.shape[0], device=device)
 
+    sampled = bool(temperature.any())
     greedy = temperature == 0
-    all_greedy = bool(greedy.all())
-    row_temperature = None if all_greedy else temperature.masked_fill(greedy, 1.0)
-    if all_greedy:
+    row_temperature = temperature.masked_fill(greedy, 1.0) if sampled else None
+    if not sampled:
         target_threshold = draft_threshold = None
     if target_threshold is not None:
-        bonus = cu[1:] + sequence
-        row_greedy = torch.empty_like(target_threshold, dtype=torch.bool)
-        row_greedy[draft_rows], row_greedy[bonus] = greedy[owner], greedy
-        target_threshold = target_threshold.masked_fill(row_greedy, -torch.inf)
+        target_threshold = target_threshold.clone()
+        target_threshold[draft_rows[greedy[owner]]] = -torch.inf
+        target_threshold[bonus_rows[greedy]] = -torch.inf
 
-    # One sweep over the drafted rows.
+    # One sweep over the drafted rows. A broken target row shows as log p = NaN at its argmax.
     kld, log_p, log_q = _score(
         target_logits.index_select(0, draft_rows),
         None if draft_logits is None else draft_logits[:, :vocabulary],
-        draft_tokens.clamp(0, vocabulary - 1),
+        draft_tokens,
         None if row_temperature is None else row_temperature[owner],
         None if target_threshold is None else target_threshold[draft_rows],
         draft_threshold,
     )
-    known = (draft_tokens >= 0) & (draft_tokens < vocabulary)
-    if draft_logits is None:
-        kld = kld.masked_fill_(~known, -LOG_FLOOR)
-
     top = target_logits.argmax(-1)
-    top_is_finite = target_logits.gather(1, top[:, None])[:, 0].isfinite()
     is_top = draft_tokens == top[draft_rows]
-    passes, accept_prob = is_top & top_is_finite[draft_rows], is_top.float()
-    if not all_greedy:
-        ratio = (log_p - log_q).exp_().clamp_(max=1.0).nan_to_num_(nan=0.0).masked_fill_(~known, 0.0)
-        offset = draft_rows - owner - first[owner]
-        u = rng.uniform_torch(seed[owner], step[owner], offset, rng.ACCEPT, 1)[:, 0]
-        passes = torch.where(greedy[owner], passes, (u < ratio) & ~kld.isnan())
+    passes, accept_prob = is_top & (log_p == log_p), is_top.float()
+    if sampled:
+        ratio = (log_p - log_q).exp_().clamp_(max=1.0).nan_to_num_(nan=0.0)
+        u = rng.uniform_torch(seed[owner], step[owner], index[:-1] - first[owner], rng.ACCEPT, 1)[:, 0]
+        passes = torch.where(greedy[owner], passes, (u < ratio) & (kld == kld))
         accept_prob = torch.where(greedy[owner], accept_prob, ratio)
 
-    # To one row a sequence. Position `drafts` holds the padding.
+    # One row a sequence.
     column = torch.arange(max_draft + 1, device=device)
-    position = torch.where(column < k[:, None], first[:, None] + column, drafts)
-    num_accepted = pad(passes, (0, 1))[position].cumprod(1).sum(1)
-    tokens = pad(draft_tokens, (0, 1), value=-1)[position]
-    logprobs = pad(log_p, (0, 1))[position]
+    position = (first[:, None] + column).clamp_(max=max(drafts - 1, 0))
 
-    # One more token a sequence: from the row after the last accepted draft.
-    final = first + sequence + num_accepted
-    ok = top_is_finite[final]
+    def spread(x: Tensor) -> Tensor:
+        return x[position] if drafts else x.new_zeros(position.shape)
+
+    num_accepted = (spread(passes) & (column < k[:, None])).cumprod(1).sum(1)
+
+    # One more token a sequence: from the row after its last accepted draft.
+    final = bonus_rows - k + num_accepted
     log_p_final = log_softmax(
         target_logits.index_select(0, final),
         row_temperature,
         None if target_threshold is None else target_threshold[final],
     )
-    token = top[final]
-    if not all_greedy:
-        stopped = (first + num_accepted).clamp_(max=max(drafts - 1, 0))  # the draft that failed, if one did
-        rejected = num_accepted < k
-        if drafts:
-            rejected &= known[stopped]
-            ok &= greedy | ~rejected | ~kld[stopped].isnan()
+    token, ok = top[final], None
+    if sampled:
         rows = temperature.nonzero()[:, 0]
         weights = log_p_final[rows].exp_()
-        if draft_logits is None or not drafts:
-            q = None
-        else:
-            q = log_softmax(
-                draft_logits[stopped[rows], :vocabulary],
-                temperature[rows],
-                None if draft_threshold is None else draft_threshold[stopped[rows]],
-            ).exp_()
         if drafts:
-            weights = _residual(weights, q, draft_tokens[stopped[rows]].clamp_(0, vocabulary - 1), rejected[rows])
+            stopped = (first + num_accepted)[rows].clamp_(max=drafts - 1)  # the draft that failed, if one did
+            draft = draft_tokens[stopped]
+            rejected = (num_accepted < k)[rows] & (draft >= 0) & (draft < vocabulary)
+            if draft_logits is None:
+                q = None
+            else:
+                threshold = None if draft_threshold is None else draft_threshold[stopped]
+                q = log_softmax(draft_logits[stopped, :vocabulary], temperature[rows], threshold).exp_()
+                ok = torch.ones_like(greedy)
+                ok[rows] = ~(rejected & kld[stopped].isnan())
+            weights = _residual(weights, q, draft.clamp(0, vocabulary - 1), rejected)
         token[rows] = race_torch(weights, seed[rows], step[rows], num_accepted[rows], rng.RESAMPLE)
-    logprob = _gather(log_p_final, token).masked_fill_(~ok, 0.0)
-    token = token.masked_fill(~ok, -1)
+    logprob = _gather(log_p_final, token)
+    ok = logprob == logprob if ok is None else ok & (logprob == logprob)
 
-    at = column == num_accepted[:, None]
-    beyond = column > num_accepted[:, None]
+    last = num_accepted[:, None]
+    emitted = torch.where(ok, token, -1)[:, None]
     return Verification(
-        tokens=torch.where(at, token[:, None], tokens.masked_fill_(beyond, -1)),
+        tokens=torch.where(column == last, emitted, spread(draft_tokens)).masked_fill_(column > last, -1),
         num_accepted=num_accepted.int(),
         kld=kld,
         accept_prob=accept_prob,
-        logprobs=torch.where(at, logprob[:, None], logprobs.masked_fill_(beyond, 0.0)),
+        logprobs=torch.where(column == last, torch.where(ok, logprob, 0.0)[:, None], spread(log_p)).masked_fill_(
+            column > last, 0.0
+        ),
         ok=ok,
     )
 
@@ -204,34 +194,38 @@ def verify_torch(
 def _score(
     target: Tensor,
     draft: Tensor | None,
-    ids: Tensor,
+    tokens: Tensor,
     temperature: Tensor | None,
     target_threshold: Tensor | None,
     draft_threshold: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KLD, log p(x) and log q(x) of each drafted row; all arguments by row, p and q after truncation, KLD before it."""
+    """KLD, log p(x) and log q(x) of each drafted row; p and q after truncation, KLD before it.
+
+    At most two matrices of N rows live at a time, `target` (a copy) among them.
+    """
     log_p = log_q = None
     if target_threshold is not None:
-        log_p = _gather(log_softmax(target, temperature, target_threshold), ids)
+        log_p = _gather(log_softmax(target, temperature, target_threshold), tokens)
     if draft is not None and draft_threshold is not None:
-        log_q = _gather_or_absent(log_softmax(draft, temperature, draft_threshold), ids)
+        log_q = _gather(log_softmax(draft, temperature, draft_threshold), tokens)
     target_log_probs = log_softmax(target, temperature)
-    del target  # the caller's copy: at most two matrices of N rows live at a time
-    untruncated = _gather(target_log_probs, ids)
+    del target
+    untruncated = _gather(target_log_probs, tokens)
     if draft is None:
         kld = -untruncated.masked_fill(untruncated == -torch.inf, LOG_FLOOR)
         log_q = torch.zeros_like(kld)
     else:
         draft_log_probs = log_softmax(draft, temperature)
-        log_q = _gather_or_absent(draft_log_probs, ids) if log_q is None else log_q
+        log_q = _gather(draft_log_probs, tokens) if log_q is None else log_q
         kld = kl_from_log_probs_torch(target_log_probs, draft_log_probs)
     return kld, untruncated if log_p is None else log_p, log_q
 
 
-def _gather_or_absent(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Log q of one id a row, -inf where the draft has no such column."""
-    width = log_q.shape[1]
-    return _gather(log_q, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
+def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Entry `ids` of each row; -inf where there is no such column (a broken row keeps its NaN only inside)."""
+    width = log_probs.shape[1]
+    values = log_probs.gather(1, ids.clamp(0, width - 1)[:, None])[:, 0]
+    return values.masked_fill_((ids < 0) | (ids >= width), -torch.inf)
 
 
 def _residual(p: Tensor, q: Tensor | None, ids: Tensor, rejected: Tensor) -> Tensor:
