@@ -1,0 +1,7 @@
+"""``python -m dsde``."""
+
+import sys
+
+from dsde.cli import main
+
+sys.exit(main())

@@ -1,0 +1,70 @@
+"""Load a target and a draft from folders or the Hub, and check that they speak the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# Letters, digits, spaces, indentation, accents, other scripts, an emoji of several bytes.
+_PROBE = "def f(x):\n    return x ** 2  # naïve café, 東京, Привет, 1234567890 🙂\n\n\tThe end."
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal language model onto the GPU if there is one.
+
+    Parameters
+    ----------
+    name : str
+        A local folder or a model id on the Hub.
+    dtype : torch.dtype
+        Type of the weights.
+
+    Raises
+    ------
+    ValueError
+        Nothing usable is found there.
+    """
+    model = _load(AutoModelForCausalLM, name, dtype=dtype)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a local folder or a model id on the Hub; ValueError if there is none."""
+    return _load(AutoTokenizer, name)
+
+
+def check_tokenizers(target: Any, draft: Any) -> None:
+    """Refuse a draft whose token ids mean something else than the target's.
+
+    Classes and padded vocabulary sizes may differ; what counts is that each id stands for the same token and that both
+    cut text the same way.
+
+    Raises
+    ------
+    ValueError
+        The tokenizers disagree; the message says where.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+        raise ValueError(
+            f"the tokenizers of target and draft disagree: {token!r} is id {ours.get(token)} and {theirs.get(token)}"
+        )
+    if target.encode(_PROBE) != draft.encode(_PROBE):
+        raise ValueError("the tokenizers of target and draft disagree: same vocabulary, but they cut text differently")
+
+
+def _load(auto: Any, name: str, **options: Any) -> Any:
+    folder = Path(name).expanduser()
+    # What has the form of a Hub id is looked for there; everything else can only be a folder.
+    if not folder.is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")):
+        raise ValueError(f"no such folder: {name}")
+    try:
+        return auto.from_pretrained(folder if folder.is_dir() else name, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        where = f"cannot load {name}" if folder.is_dir() else f"{name} is no folder here and cannot be had from the Hub"
+        raise ValueError(f"{where}: {str(error).strip().splitlines()[0]}") from error
