@@ -51,10 +51,7 @@ def philox_torch(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tens
 
 
 def _round(product: Tensor, odd: Tensor, key: Tensor) -> Tensor:
-    word = product >> 32
-    if odd.shape == word.shape:
-        return word.bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
-    return (word ^ (odd ^ key)).bitwise_and_(_MASK)
+    return ((product >> 32) ^ (odd ^ key)).bitwise_and_(_MASK)
 
 
 def uniform_torch(seed: Tensor, step: Tensor, offset: Tensor, stream: int, count: int) -> Tensor:
