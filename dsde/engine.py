@@ -1,0 +1,419 @@
+"""The engine: continuous batching around one algorithm, `Engine.step`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import dsde_kernels as dk
+
+from .blocks import BlockManager
+from .cache import PackedModel
+from .controllers import Controller, named
+from .proposer import Drafts, ModelProposer
+from .request import Completion, Request, SamplingParams, StepTrace
+from .sampling import RowParams
+from .scheduler import Entry, Scheduler
+from .scorer import Scorer
+
+# Without kv_blocks the pool holds every sequence at full context, but no more positions than this.
+_DEFAULT_POSITIONS = 32768
+
+
+class Engine:
+    """Lossless speculative decoding of many requests at once.
+
+    Parameters
+    ----------
+    target : PreTrainedModel
+        The model whose distribution the output has.
+    draft : PreTrainedModel, optional
+        The model that proposes; same tokenizer. Not needed when the controller never drafts.
+    controller : str or Controller
+        "dsde", "static-K", "off", or an object with the protocol of `dsde.controllers.Controller`.
+    tokenizer : PreTrainedTokenizerBase, optional
+        Needed for stop strings only.
+    max_sequences : int
+        Most requests decoded at a time; more wait.
+    kv_blocks : int, optional
+        Blocks in the KV pool; None gives every sequence its full context, up to 32,768 positions in all.
+    block_size : int
+        Token positions a block.
+    max_tokens_per_step : int
+        Most rows in one target forward pass; longer prompts are computed in chunks.
+    seed : int
+        Seeds the requests that bring no seed of their own.
+
+    Raises
+    ------
+    ValueError
+        A model that cannot run packed, an unknown controller, or a limit out of range.
+
+    Notes
+    -----
+    Not thread-safe: one thread submits and steps. Models are used in place and unchanged; between steps they can be
+    used as ever.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        controller: str | Controller = "dsde",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_sequences: int = 32,
+        kv_blocks: int | None = None,
+        block_size: int = 32,
+        max_tokens_per_step: int = 2048,
+        seed: int = 0,
+    ) -> None:
+        self.controller = named(controller)
+        if self.controller.sl_limit > 0 and draft is None:
+            raise ValueError(f"draft must be a model with controller {controller!r}, got None")
+        if block_size < 1:
+            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        if kv_blocks is None:
+            context = getattr(target.config.get_text_config(), "max_position_embeddings", _DEFAULT_POSITIONS)
+            kv_blocks = min(max_sequences * -(-context // block_size), _DEFAULT_POSITIONS // block_size)
+        self.blocks = BlockManager(kv_blocks, block_size)
+        self.target = PackedModel(target, kv_blocks * block_size, block_size)
+        self.draft: PackedModel | None = None
+        if draft is not None and self.controller.sl_limit > 0:
+            self.draft = PackedModel(draft, kv_blocks * block_size, block_size)
+        self.proposer = None if self.draft is None else ModelProposer(self.draft, self.target.vocabulary)
+        self.scorer = Scorer(self.target)
+        self.scheduler = Scheduler(
+            self.blocks, max_sequences, max_tokens_per_step, None if self.draft is None else self.draft.context
+        )
+        self.controller.bind(max_sequences, self.target.device)
+        self.tokenizer = tokenizer
+        self.seed = seed
+        eos = target.generation_config.eos_token_id if target.generation_config is not None else None
+        self._eos = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self._ids = itertools.count()
+        self._requests: dict[int, Request] = {}
+        self._steps = self._tokens = self._drafted = self._accepted = 0
+        self._seconds = 0.0
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        on_tokens: Callable[[Request, list[int]], Any] | None = None,
+    ) -> Request:
+        """Queue a request; it joins the batch at the next step with room for it.
+
+        Parameters
+        ----------
+        prompt_ids : sequence of int
+            At least one id of the target's vocabulary.
+        params : SamplingParams, optional
+            Defaults to greedy decoding of 128 tokens.
+        priority : int
+            Higher is served first and preempted last.
+        deadline : float, optional
+            Seconds from now; among equal priorities the earliest is served first. Not a time-out.
+        on_tokens : callable, optional
+            Called as ``on_tokens(request, new_ids)`` after each step that committed tokens of this request.
+
+        Returns
+        -------
+        Request
+            Its ``completion`` is None until it ends.
+
+        Raises
+        ------
+        ValueError
+            An empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token in the context, a
+            request that could never fit into the KV pool, or stop strings without a tokenizer.
+        """
+        params = params or SamplingParams()
+        prompt = [int(i) for i in prompt_ids]
+        if not prompt:
+            raise ValueError("prompt_ids must hold at least one token, got none")
+        bad = next((i for i in prompt if not 0 <= i < self.target.num_embeddings), None)
+        if bad is not None:
+            raise ValueError(f"prompt_ids must lie in [0, {self.target.num_embeddings}), got {bad}")
+        limit = len(prompt) + params.max_new_tokens
+        if self.target.context is not None:
+            if len(prompt) >= self.target.context:
+                raise ValueError(
+                    f"prompt_ids must be shorter than the context of {self.target.context}, got {len(prompt)} tokens"
+                )
+            limit = min(limit, self.target.context)
+        room = self.blocks.num_blocks * self.blocks.block_size
+        if limit > room:
+            raise ValueError(f"prompt and max_new_tokens need {limit} KV positions, the pool holds {room}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop needs an engine with a tokenizer, got {params.stop!r}")
+        if deadline is not None and not deadline >= 0:
+            raise ValueError(f"deadline must be >= 0 seconds from now, got {deadline!r}")
+        number = next(self._ids)
+        request = Request(
+            id=number,
+            prompt_ids=prompt,
+            params=params,
+            eos=self._eos if params.eos is None else frozenset(params.eos),
+            seed=_mix(self.seed, number) if params.seed is None else params.seed,
+            limit=limit,
+            priority=priority,
+            on_tokens=on_tokens,
+        )
+        if deadline is not None:
+            request.deadline = request.submitted + deadline
+        self._requests[number] = request
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def step(self) -> list[Completion]:
+        """Advance every scheduled sequence by one speculation round; returns the requests that ended in it."""
+        start = time.perf_counter()
+        with self._packed():
+            # Schedule: each sequence gets blocks for its length + SL + 1, prompts their next chunk.
+            entries = self.scheduler.schedule(self.controller.sl_limit)
+            if not entries:
+                return []
+            self._start_newcomers(entries)
+            requests = [e.request for e in entries if e.verifies]
+            params = RowParams.of(requests, self.target.device)
+            # Draft: every sequence its own number of tokens, from q.
+            drafts = Drafts([[] for _ in requests])
+            if self.proposer is not None:
+                drafts = self.proposer.propose(entries, requests, params)
+            # Score: p at every drafted position and one more.
+            logits = self.scorer.score(entries, requests, drafts)
+            # Verify: KLD, rejection sampling and, for DSDE, the stability update, in one operation.
+            result = self._verify(requests, params, drafts, logits) if requests else None
+            # Adapt: the next step's speculation lengths.
+            if result is not None:
+                self.controller.observe(requests, result)
+            # Commit: tokens, cache lengths, blocks; whoever is done leaves.
+            ended = self._commit(entries, requests, drafts, result)
+        self._steps += 1
+        self._seconds += time.perf_counter() - start
+        return ended
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Decode prompts to their end.
+
+        Parameters
+        ----------
+        prompts : sequence of sequences of int
+            Token ids.
+        params : SamplingParams or one for each prompt, optional
+            As for `submit`.
+        progress : bool
+            Show a progress bar on standard error.
+
+        Returns
+        -------
+        list of Completion
+            In the order of `prompts`.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"params must be one or {len(prompts)}, as many as prompts, got {len(each)}")
+        requests: list[Request] = []
+        try:
+            requests.extend(self.submit(p, q) for p, q in zip(prompts, each, strict=True))
+            with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
+                while any(r.completion is None for r in requests):
+                    self.step()
+                    bar.update(sum(r.completion is not None for r in requests) - bar.n)
+        except BaseException:  # leave nothing half-done behind a refused prompt or an interrupt
+            for request in requests:
+                if request.completion is None:
+                    self.abort(request.id)
+            raise
+        return [r.completion for r in requests if r.completion is not None]
+
+    def abort(self, request_id: int) -> Completion:
+        """End a request now with what it has; its blocks are free afterwards.
+
+        Raises
+        ------
+        ValueError
+            No request of that id is waiting or running.
+        """
+        if request_id not in self._requests:
+            raise ValueError(f"request_id must be of a waiting or running request, got {request_id!r}")
+        return self._end(self._requests[request_id], "abort")
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction.
+
+        Returns
+        -------
+        dict
+            ``steps``, ``tokens`` (committed), ``drafted``, ``accepted``, ``preemptions``, ``running``, ``waiting``,
+            ``free_blocks``, ``blocks``; ``seconds`` in `step`, of which ``target_seconds`` and ``draft_seconds`` in
+            the models' forward passes (wall time; a GPU's work is counted where it is waited for).
+        """
+        return {
+            "steps": self._steps,
+            "tokens": self._tokens,
+            "drafted": self._drafted,
+            "accepted": self._accepted,
+            "preemptions": self.scheduler.preemptions,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "free_blocks": self.blocks.num_free,
+            "blocks": self.blocks.num_blocks,
+            "seconds": self._seconds,
+            "target_seconds": self.target.seconds,
+            "draft_seconds": 0.0 if self.draft is None else self.draft.seconds,
+        }
+
+    @contextlib.contextmanager
+    def _packed(self) -> Iterator[None]:
+        with self.target.packed(), self.draft.packed() if self.draft is not None else contextlib.nullcontext():
+            yield
+
+    def _start_newcomers(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            request = entry.request
+            if request.step == 0 and request.cached == 0:
+                self.controller.start(request)
+
+    def _verify(
+        self, requests: Sequence[Request], params: RowParams, drafts: Drafts, logits: torch.Tensor
+    ) -> dk.Verification | dk.StepResult:
+        device = logits.device
+        counts = [len(d) for d in drafts.tokens]
+        threshold = None
+        if params.truncation is not None:
+            rows = torch.tensor([i for i, k in enumerate(counts) for _ in range(k + 1)], device=device)
+            threshold = params.take(rows).threshold(logits)
+        return self.controller.verify(
+            requests,
+            target_logits=logits,
+            draft_logits=drafts.logits,
+            draft_tokens=torch.tensor([t for d in drafts.tokens for t in d], dtype=torch.int64, device=device),
+            cu_draft=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
+            temperature=params.temperature,
+            seed=params.seed,
+            step=params.step,
+            max_draft=max(counts),
+            target_threshold=threshold,
+            draft_threshold=drafts.threshold,
+        )
+
+    def _commit(
+        self,
+        entries: Sequence[Entry],
+        requests: Sequence[Request],
+        drafts: Drafts,
+        result: dk.Verification | dk.StepResult | None,
+    ) -> list[Completion]:
+        now = time.perf_counter()
+        for entry in entries:
+            if self.proposer is not None:
+                entry.request.draft_cached = self.proposer.cached_after(entry)
+            if not entry.verifies:
+                entry.request.cached += entry.rows
+        if result is None:
+            return []
+        tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
+        accepted, ok, kld = result.num_accepted.tolist(), result.ok.tolist(), result.kld.tolist()
+        wvir = self.controller.wvir(requests)
+        ended = []
+        first = 0
+        for i, request in enumerate(requests):
+            sl = len(drafts.tokens[i])
+            signal = kld[first : first + sl]
+            first += sl
+            if request.completion is not None:  # aborted by an earlier request's callback
+                continue
+            request.trace.append(
+                StepTrace(
+                    request.step,
+                    sl,
+                    accepted[i],
+                    sum(signal) / sl if sl else None,
+                    wvir[i] if wvir is not None and sl else None,
+                )
+            )
+            request.step += 1
+            self._drafted += sl
+            self._accepted += accepted[i]
+            reason = None
+            if request.error is None:
+                emitted = [t for t in tokens[i] if t >= 0]
+                reason = self._append(request, emitted, logprobs[i], now)
+                if reason is None and not ok[i]:
+                    request.fail("the target's logits at the next position are NaN or hold no finite value")
+            if request.completion is not None:  # aborted by its own callback
+                ended.append(request.completion)
+            elif request.error is not None:
+                ended.append(self._end(request, "error"))
+            elif reason is not None:
+                ended.append(self._end(request, reason))
+            else:
+                request.cached = len(request.tokens) - 1
+                request.draft_cached = min(request.draft_cached, request.cached)
+                self.blocks.trim(request.table, len(request.tokens))
+        return ended
+
+    def _append(self, request: Request, emitted: Sequence[int], logprobs: Sequence[float], now: float) -> str | None:
+        """Commit tokens up to where the request ends, if it does; returns the reason."""
+        before, reason = len(request.tokens), None
+        for token, logprob in zip(emitted, logprobs, strict=False):
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            if token in request.eos or (request.params.stop and self._completes_stop(request)):
+                reason = "stop"
+            elif len(request.tokens) >= request.limit:
+                reason = "length"
+            if reason is not None:
+                break
+        new = request.tokens[before:]
+        self._tokens += len(new)
+        if new and request.first_token is None:
+            request.first_token = now
+        if new and request.on_tokens is not None:
+            try:
+                request.on_tokens(request, new)
+            except Exception as cause:  # user code: only this request may suffer
+                request.fail(cause)
+        return reason
+
+    def _completes_stop(self, request: Request) -> bool:
+        """Whether the generated text now holds a stop string; only its end can have changed."""
+        assert self.tokenizer is not None
+        # A byte-level token may hold a single byte of a four-byte character; the margin covers a broken one at the left.
+        window = 4 * max(len(s) for s in request.params.stop) + 4
+        generated = request.tokens[len(request.prompt_ids) :][-window:]
+        text = self.tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in request.params.stop)
+
+    def _end(self, request: Request, reason: str) -> Completion:
+        self.scheduler.remove(request)
+        del self._requests[request.id]
+        return request.finish(reason)
+
+
+def _mix(seed: int, number: int) -> int:
+    """A request's own 64-bit seed: distinct for every request of an engine (an odd multiplier is a bijection)."""
+    value = (seed * 0x9E3779B97F4A7C15 + number) % 2**64
+    return value - 2**64 if value >= 2**63 else value

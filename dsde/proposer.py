@@ -1,0 +1,122 @@
+"""Draft worker: proposes each sequence's own number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import dsde_kernels as dk
+
+from .cache import PackedModel, Segment
+from .request import Request
+from .sampling import RowParams, process_logits
+from .scheduler import Entry
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A step's proposals in the ragged layout of `dsde_kernels`.
+
+    ``tokens[i]`` are entry i's drafts; ``logits`` [N, Vd] are the raw draft logits they were drawn from, in the same
+    order, and ``threshold`` [N] their truncation thresholds (both None where nothing was drafted or truncated).
+    """
+
+    tokens: list[list[int]]
+    logits: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
+
+
+class ModelProposer:
+    """A draft model that shares the target's tokenizer.
+
+    Drafting is ragged: a sequence leaves the draft batch when its own length is reached. Its first pass also catches up
+    the tokens that the draft's cache lacks, and computes the step's prompt chunks, so that draft and target caches
+    cover the same prefix.
+
+    Parameters
+    ----------
+    model : PackedModel
+        The draft.
+    vocabulary : int
+        Width of the target's logits: no token beyond it is proposed.
+    """
+
+    def __init__(self, model: PackedModel, vocabulary: int) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+
+    def propose(self, entries: Sequence[Entry], requests: Sequence[Request], params: RowParams) -> Drafts:
+        """Draft for one step.
+
+        Parameters
+        ----------
+        entries : sequence of Entry
+            The step, as scheduled.
+        requests : sequence of Request
+            Those of `entries` that verify, in order; ``params`` holds their sampling parameters.
+
+        Returns
+        -------
+        Drafts
+            In the order of `requests`.
+        """
+        lengths = [e.sl for e in entries if e.verifies]
+        drafts: list[list[int]] = [[] for _ in requests]
+        live = [i for i, k in enumerate(lengths) if k > 0]
+        chunks = [self._chunk(e) for e in entries if e.request.pending > 1]
+        segments = [self._catch_up(requests[i]) for i in live] + chunks
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        logits: torch.Tensor | None = None
+        threshold: torch.Tensor | None = None
+        offset = 0
+        while segments:
+            last, end = [], 0
+            for s in segments[: len(live)]:
+                end += len(s.ids)
+                last.append(end - 1)
+            q = self.model.forward(segments, keep=last or [0])[:, : self.vocabulary]
+            if not live:
+                break
+            for row, i in enumerate(live):
+                if requests[i].params.logits_processors:
+                    process_logits(requests[i], drafts[i], q[row])
+            rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
+            cut = rows.threshold(q)
+            step_offset = torch.full_like(rows.step, offset)
+            chosen = dk.sample(q, rows.temperature, rows.seed, rows.step, step_offset, threshold=cut)
+            for i, token in zip(live, chosen.tolist(), strict=True):
+                drafts[i].append(token)
+            if logits is None:
+                logits = q.new_empty(sum(lengths), q.shape[1])
+                threshold = None if cut is None else cut.new_empty(len(logits))
+            where = torch.tensor([starts[i] + offset for i in live], device=q.device)
+            logits.index_copy_(0, where, q)
+            if threshold is not None and cut is not None:
+                threshold.index_copy_(0, where, cut)
+            offset += 1
+            live = [i for i in live if lengths[i] > offset]
+            segments = [
+                Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live
+            ]
+        return Drafts(drafts, logits, threshold)
+
+    @staticmethod
+    def cached_after(entry: Entry) -> int:
+        """Leading tokens that the draft's cache holds once `entry` was proposed for, rejections aside."""
+        request = entry.request
+        if request.pending > 1:
+            return request.cached + entry.rows
+        # The last draft was never fed back.
+        return len(request.tokens) + entry.sl - 1 if entry.sl else request.draft_cached
+
+    @staticmethod
+    def _catch_up(request: Request) -> Segment:
+        return Segment(request.tokens[request.draft_cached :], request.draft_cached, request.table)
+
+    @staticmethod
+    def _chunk(entry: Entry) -> Segment:
+        request = entry.request
+        end = request.cached + entry.rows
+        return Segment(request.tokens[request.draft_cached : end], request.draft_cached, request.table)

@@ -1,0 +1,179 @@
+"""What a user asks for and what comes back: sampling parameters, the request in flight, the completion."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .blocks import BlockTable
+
+LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    Parameters
+    ----------
+    max_new_tokens : int
+        Most tokens to generate; the request may end earlier at the model's context limit.
+    temperature : float
+        0 decodes greedily (lowest id on ties); above 0 the logits are divided by it.
+    top_k, top_p, min_p : optional
+        Truncation, applied to target and draft alike, in this order and after the temperature, as transformers does.
+    seed : int, optional
+        64-bit seed of the request's random streams; None derives one from the engine's seed and the request's id.
+    stop : sequence of str
+        The request ends with the token that completes one of these; needs an engine with a tokenizer.
+    eos : sequence of int, optional
+        Ids that end the request; None takes the target's generation config, ``()`` ends on none.
+    logits_processors : sequence of callable
+        Called in order as ``processor(prefix [1, n] int64, logits [1, V]) -> logits [1, V]`` with the exact prefix of
+        each position, on target and draft logits, before temperature and truncation.
+
+    Raises
+    ------
+    ValueError
+        A value outside its range; the message names the argument and what arrived.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    eos: Sequence[int] | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an int >= 1, got {self.max_new_tokens!r}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature!r}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be >= 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit in 64 signed bits, got {self.seed!r}")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token is cut from the distribution before sampling."""
+        return self.temperature > 0 and (
+            self.top_k is not None or (self.top_p or 1.0) < 1.0 or (self.min_p is not None and self.min_p > 0)
+        )
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One verification step of one request: what was drafted, what was kept, and the signal.
+
+    ``sl`` drafts were proposed and ``accepted`` of them kept; ``kld`` is their mean KL(p||q) in nats and ``wvir`` the
+    variance ratio after the step, None where nothing was drafted or the controller does not compute it.
+    """
+
+    step: int
+    sl: int
+    accepted: int
+    kld: float | None
+    wvir: float | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The end of a request.
+
+    ``logprobs[i]`` is log p of ``token_ids[i]`` under the target's distribution after temperature and truncation (at
+    temperature 1 for greedy requests). ``finish_reason`` is "stop" (end-of-sequence id or stop string), "length",
+    "abort" or "error", the last with the reason in ``error``. ``ttft`` and ``latency`` are seconds since submission;
+    ``ttft`` is None if no token came.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    error: str | None
+    trace: list[StepTrace]
+    ttft: float | None
+    latency: float
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in flight, with its per-sequence metadata.
+
+    ``tokens`` is the prompt and everything committed since. ``cached`` and ``draft_cached`` count the leading tokens
+    whose keys and values the target and the draft hold. ``step`` counts the verifications of this request: it keys the
+    random streams, so no noise is ever used twice. ``sl`` is the speculation length the controller wants next.
+    """
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos: frozenset[int]
+    seed: int
+    limit: int  # the length at which the request ends: prompt + max_new_tokens or the context, whichever is less
+    priority: int = 0
+    deadline: float = math.inf
+    on_tokens: Callable[[Request, list[int]], Any] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    trace: list[StepTrace] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
+    slot: int | None = None
+    sl: int = 0
+    cached: int = 0
+    draft_cached: int = 0
+    step: int = 0
+    error: str | None = None
+    completion: Completion | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the target has not seen: 1 while decoding, more while (re)computing the prompt."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """Sort key of service: priority (high first), then earliest deadline, then arrival."""
+        return (-self.priority, self.deadline, self.id)
+
+    def fail(self, cause: str | BaseException) -> None:
+        """Mark the request as failed; the engine ends it with "error" when the step commits."""
+        self.error = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+
+    def finish(self, reason: str) -> Completion:
+        """Freeze the request into its completion."""
+        start = self.submitted
+        self.completion = Completion(
+            request_id=self.id,
+            prompt_ids=self.prompt_ids,
+            token_ids=self.tokens[len(self.prompt_ids) :],
+            logprobs=self.logprobs,
+            finish_reason=reason,
+            error=self.error,
+            trace=self.trace,
+            ttft=None if self.first_token is None else self.first_token - start,
+            latency=time.perf_counter() - start,
+        )
+        return self.completion

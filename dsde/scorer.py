@@ -1,0 +1,56 @@
+"""Target worker: scores every drafted position and the bonus position in one packed forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .cache import PackedModel, Segment
+from .proposer import Drafts
+from .request import Request
+from .sampling import process_logits
+from .scheduler import Entry
+
+
+class Scorer:
+    """Runs the target on the step's pending tokens and drafts."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+
+    def score(self, entries: Sequence[Entry], requests: Sequence[Request], drafts: Drafts) -> torch.Tensor:
+        """Target logits in the ragged layout of `dsde_kernels`.
+
+        Parameters
+        ----------
+        entries : sequence of Entry
+            The step, as scheduled.
+        requests : sequence of Request
+            Those of `entries` that verify, in order.
+        drafts : Drafts
+            Their proposals.
+
+        Returns
+        -------
+        Tensor [N + B, Vt]
+            For each request its drafted positions, then its bonus position; raw logits after its processors.
+        """
+        segments, keep, row = [], [], 0
+        proposals = iter(drafts.tokens)
+        for entry in entries:
+            request = entry.request
+            ids = request.tokens[request.cached : request.cached + entry.rows]
+            if entry.verifies:
+                ids = ids + next(proposals)
+                keep.extend(range(row + entry.rows - 1, row + len(ids)))
+            segments.append(Segment(ids, request.cached, request.table))
+            row += len(ids)
+        logits = self.model.forward(segments, keep=keep or [0])
+        first = 0
+        for request, tokens in zip(requests, drafts.tokens, strict=True):
+            if request.params.logits_processors:
+                for j in range(len(tokens) + 1):
+                    process_logits(request, tokens[:j], logits[first + j])
+            first += len(tokens) + 1
+        return logits

@@ -1,0 +1,122 @@
+"""Packed forward passes equal the model's own, however the text is cut and wherever its blocks lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, Gemma2Config, GptOssConfig, MambaConfig, OPTConfig
+
+from dsde.blocks import BlockTable
+from dsde.cache import PackedModel, Segment
+
+from tests.dsde.models import COMMON, CONFIGS, VOCAB, build
+
+CUTS = [0, 5, 6, 18, 21]
+# Contiguous, reversed, interleaved with the other sequence's blocks.
+TABLES = [([0, 1, 2, 3, 4, 5], [6, 7, 8, 9]), ([11, 9, 7, 5, 3, 1], [0, 2, 4, 6])]
+
+
+def own_logits(model, ids):
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def check_packed(model, tables):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randint(0, VOCAB, (21,), generator=generator).tolist()
+    b = torch.randint(0, VOCAB, (16,), generator=generator).tolist()
+    packed = PackedModel(model, 48, 4)
+    ta, tb = BlockTable(list(tables[0])), BlockTable(list(tables[1]))
+    got_a, got_b = [], []
+    with packed.packed():
+        for i, (start, end) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+            part_b = slice(4 * i, 4 * i + 4)
+            logits = packed.forward([Segment(a[start:end], start, ta), Segment(b[part_b], 4 * i, tb)])
+            got_a.append(logits[: end - start])
+            got_b.append(logits[end - start :])
+    torch.testing.assert_close(torch.cat(got_a), own_logits(model, a), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(torch.cat(got_b), own_logits(model, b), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("tables", TABLES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_equals_own_forward(family, tables):
+    check_packed(build(family, initializer_range=0.05), tables)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "opt"])
+def test_softcap_sinks_and_learned_positions(name):
+    common = COMMON | {"initializer_range": 0.05}
+    config = {
+        "gemma2": lambda: Gemma2Config(**common, head_dim=8, sliding_window=7, attn_logit_softcapping=5.0),
+        "gpt_oss": lambda: GptOssConfig(
+            **common,
+            head_dim=8,
+            sliding_window=7,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        ),
+        "opt": lambda: OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            word_embed_proj_dim=32,
+        ),
+    }[name]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    check_packed(model, TABLES[1])
+
+
+def test_rows_beyond_the_mask_strip():
+    model = build("mistral", max_position_embeddings=512, initializer_range=0.05)
+    ids = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+    packed = PackedModel(model, 256, 8)
+    table = BlockTable(list(range(32)))
+    with packed.packed():
+        got = torch.cat([packed.forward([Segment(ids[s:e], s, table)]) for s, e in ((0, 70), (70, 72), (72, 200))])
+    torch.testing.assert_close(got, own_logits(model, ids), rtol=1e-4, atol=2e-6)
+
+
+def test_keep_selects_rows():
+    model = build("llama")
+    packed = PackedModel(model, 32, 8)
+    table = BlockTable([0])
+    with packed.packed():
+        every = packed.forward([Segment([1, 2, 3, 4], 0, table)])
+        some = packed.forward([Segment([1, 2, 3, 4], 0, table)], keep=[3, 1])
+    torch.testing.assert_close(some, every[[3, 1]])
+
+
+def test_the_models_own_attention_comes_back():
+    model = build("llama")
+    packed = PackedModel(model, 32, 8)
+    before = own_logits(model, [1, 2, 3])
+    with pytest.raises(KeyError), packed.packed():
+        assert model.config._attn_implementation == "dsde_packed"
+        raise KeyError
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(own_logits(model, [1, 2, 3]), before)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "cannot run packed: 0 of 2"),
+        (FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "cannot run packed"),
+        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "rolled back"),
+    ],
+    ids=["bloom", "falcon", "mamba"],
+)
+def test_models_that_cannot_run_packed_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        PackedModel(AutoModelForCausalLM.from_config(config).eval(), 32, 8)
+
+
+def test_training_mode_is_refused():
+    with pytest.raises(ValueError, match="training mode"):
+        PackedModel(build("llama").train(), 32, 8)

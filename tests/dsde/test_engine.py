@@ -1,0 +1,357 @@
+"""The decode loop: greedy identity, where requests end, who may disturb whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsde import Dsde, Engine, SamplingParams
+from dsde_kernels import DsdeRule
+from tests.dsde.models import CONFIGS, VOCAB, build
+
+CONTROLLERS = ["off", "static-1", "static-4", "dsde"]
+NEW = 40
+
+
+def prompts(lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def own_generate(model, prompt, n=NEW, **options):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_equals_transformers_generate(tiny, family, controller):
+    target, draft = tiny(family)
+    batch = prompts([1, 9, 30, 2, 17])
+    engine = Engine(target, draft, controller, block_size=8, max_sequences=4, max_tokens_per_step=24)
+    done = engine.generate(batch, SamplingParams(max_new_tokens=NEW))
+    for prompt, completion in zip(batch, done, strict=True):
+        assert completion.token_ids == own_generate(target, prompt)
+        assert completion.finish_reason == "length"
+    if controller != "off":  # a test that drafts nothing, or accepts nothing, would show little
+        stats = engine.stats()
+        assert 0 < stats["accepted"] < stats["drafted"]
+    assert engine.stats()["free_blocks"] == engine.stats()["blocks"]
+
+
+def test_logprobs_are_the_targets(tiny):
+    target, draft = tiny("llama")
+    (prompt,) = prompts([6])
+    (done,) = Engine(target, draft, "dsde").generate([prompt], SamplingParams(max_new_tokens=12))
+    with torch.inference_mode():
+        logits = target(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_trace_adds_up(tiny):
+    target, draft = tiny("llama")
+    (done,) = Engine(target, draft, "dsde").generate(prompts([6]), SamplingParams(max_new_tokens=60))
+    assert [s.step for s in done.trace] == list(range(len(done.trace)))
+    assert done.trace[0].sl == 0 and done.trace[0].kld is None  # the prompt's own step
+    assert done.trace[1].sl == 5  # the rule's start
+    assert sum(s.accepted + 1 for s in done.trace) >= 60
+    assert all(s.kld >= 0 for s in done.trace if s.sl)
+    assert done.ttft <= done.latency
+
+
+@pytest.mark.parametrize("controller", ["off", "static-3", Dsde(DsdeRule(cap=None))], ids=["off", "static", "dsde"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_output_does_not_depend_on_the_batch(tiny, controller, temperature):
+    """Bit-equal tokens for a seeded request alone or among others.
+
+    DSDE with its cap is left out on purpose at temperature > 0: the cap makes a request's lengths depend on its
+    neighbours, and noise is keyed by the request's own steps, so its tokens differ though their distribution does not.
+    """
+    target, draft = tiny("llama")
+    batch = prompts([5, 12, 3, 8])
+    params = [SamplingParams(max_new_tokens=30, temperature=temperature, seed=i) for i in range(4)]
+    together = Engine(target, draft, controller).generate(batch, params)
+    alone = [Engine(target, draft, controller).generate([p], s)[0] for p, s in zip(batch, params, strict=True)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    backwards = Engine(target, draft, controller).generate(batch[::-1], params[::-1])
+    assert [c.token_ids for c in backwards[::-1]] == [c.token_ids for c in alone]
+
+
+def test_dsde_with_its_cap_is_independent_of_the_batch_when_greedy(tiny):
+    target, draft = tiny("llama")
+    batch = prompts([5, 12, 3, 8])
+    together = Engine(target, draft, "dsde").generate(batch, SamplingParams(max_new_tokens=60))
+    for prompt, done in zip(batch, together, strict=True):
+        assert done.token_ids == own_generate(target, prompt, 60)
+
+
+def test_preemption_loses_nothing(tiny):
+    target, draft = tiny("llama")
+    batch = prompts([20, 20, 20, 20])
+    engine = Engine(target, draft, "static-4", kv_blocks=14, block_size=8)
+    done = engine.generate(batch, SamplingParams(max_new_tokens=NEW))
+    assert engine.stats()["preemptions"] > 0
+    assert [c.token_ids for c in done] == [own_generate(target, p) for p in batch]
+
+
+def test_requests_join_and_leave_at_any_step(tiny):
+    target, draft = tiny("llama")
+    batch = prompts([4, 40, 7, 11, 2])
+    engine = Engine(target, draft, "dsde", max_sequences=3, max_tokens_per_step=16)
+    requests = []
+    for i, prompt in enumerate(batch):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=10 + 5 * i)))
+        for _ in range(3):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    for i, (prompt, request) in enumerate(zip(batch, requests, strict=True)):
+        assert request.completion.token_ids == own_generate(target, prompt, 10 + 5 * i)
+
+
+def test_eos_inside_an_accepted_block_ends_the_request_there(tiny):
+    target, draft = tiny("llama")
+    (prompt,) = prompts([6])
+    free = own_generate(target, prompt)
+    for eos in set(free):
+        expected = free[: free.index(eos) + 1]
+        (done,) = Engine(target, target, "static-8").generate([prompt], SamplingParams(max_new_tokens=NEW, eos=[eos]))
+        assert done.token_ids == expected
+        assert done.finish_reason == "stop"
+        assert len(done.logprobs) == len(expected)
+
+
+def test_eos_comes_from_the_generation_config():
+    target = build("llama")
+    (prompt,) = prompts([6])
+    free = own_generate(target, prompt)
+    target.generation_config.eos_token_id = [free[7]]
+    (done,) = Engine(target, controller="off").generate([prompt])
+    assert done.token_ids == free[: free.index(free[7]) + 1]
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_max_new_tokens_never_overshoots(tiny, limit):
+    target, _ = tiny("llama")
+    (prompt,) = prompts([6])
+    (done,) = Engine(target, target, "static-8").generate([prompt], SamplingParams(max_new_tokens=limit))
+    assert done.token_ids == own_generate(target, prompt, limit)
+
+
+def test_context_limit_ends_with_length():
+    target = build("llama", max_position_embeddings=32)
+    (prompt,) = prompts([25])
+    (done,) = Engine(target, target, "static-8").generate([prompt], SamplingParams(max_new_tokens=99))
+    assert len(done.token_ids) == 7 and done.finish_reason == "length"
+
+
+def test_a_draft_with_a_shorter_context_stops_drafting(tiny):
+    target, _ = tiny("llama")
+    draft = build("llama", max_position_embeddings=32)
+    (prompt,) = prompts([20])
+    (done,) = Engine(target, draft, "static-4").generate([prompt], SamplingParams(max_new_tokens=NEW))
+    assert done.token_ids == own_generate(target, prompt)
+    assert done.trace[-1].sl == 0
+
+
+@pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(VOCAB, VOCAB + 7), (VOCAB + 7, VOCAB)])
+def test_vocabularies_of_different_width(target_vocab, draft_vocab):
+    target = build("llama", vocab_size=target_vocab)
+    draft = build("llama", vocab_size=draft_vocab, seed=1)
+    batch = prompts([6, 3])
+    for temperature in (0.0, 1.0):
+        done = Engine(target, draft, "static-3").generate(
+            batch, SamplingParams(max_new_tokens=NEW, temperature=temperature)
+        )
+        assert all(0 <= t < target_vocab for c in done for t in c.token_ids)
+    done = Engine(target, draft, "static-3").generate(batch, SamplingParams(max_new_tokens=NEW))
+    assert [c.token_ids for c in done] == [own_generate(target, p) for p in batch]
+
+
+class _Letters:
+    """Decodes id i to the i-th letter: enough of a tokenizer for stop strings."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+def test_stop_string_ends_inside_an_accepted_block(tiny):
+    target, _ = tiny("llama")
+    (prompt,) = prompts([6])
+    free = own_generate(target, prompt)
+    text = _Letters().decode(free)
+    for start in range(0, 12, 3):
+        stop = text[start : start + 3]
+        engine = Engine(target, target, "static-8", tokenizer=_Letters())
+        (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=NEW, stop=[stop, "never"]))
+        assert done.token_ids == free[: text.index(stop) + 3]
+        assert done.finish_reason == "stop"
+
+
+def test_on_tokens_streams_every_token_once(tiny):
+    target, draft = tiny("llama")
+    seen = []
+    engine = Engine(target, draft, "dsde")
+    request = engine.submit(prompts([6])[0], on_tokens=lambda r, new: seen.extend(new))
+    while engine.has_work:
+        engine.step()
+    assert seen == request.completion.token_ids
+
+
+def test_a_failing_request_does_not_disturb_the_others(tiny):
+    target, draft = tiny("llama")
+    batch = prompts([5, 12, 3])
+
+    def raising(request, new):
+        if len(request.tokens) > 20:
+            raise RuntimeError("the listener is gone")
+
+    def broken(prefix, logits):
+        if prefix.shape[1] > 8:
+            raise KeyError("no such prefix")
+        return logits
+
+    def nan(prefix, logits):
+        return logits * float("nan") if prefix.shape[1] > 9 else logits
+
+    engine = Engine(target, draft, "dsde")
+    good = [engine.submit(p) for p in batch]
+    bad = [
+        engine.submit(batch[0], on_tokens=raising),
+        engine.submit(batch[2], SamplingParams(logits_processors=[broken])),
+        engine.submit(batch[2], SamplingParams(logits_processors=[nan])),
+        engine.submit(batch[0], SamplingParams(logits_processors=[lambda prefix, logits: logits[:, :3]])),
+    ]
+    while engine.has_work:
+        engine.step()
+        engine.blocks.check([r.table for r in engine.scheduler.running])
+    for prompt, request in zip(batch, good, strict=True):
+        assert request.completion.finish_reason == "length"
+        assert request.completion.token_ids == own_generate(target, prompt, 128 - len(prompt))
+    for request, word in zip(bad, ["listener is gone", "no such prefix", "NaN", "shape"], strict=True):
+        assert request.completion.finish_reason == "error"
+        assert word in request.completion.error
+    assert bad[2].completion.token_ids == own_generate(target, batch[2])[:7]
+
+
+def test_processors_see_each_positions_exact_prefix(tiny):
+    target, draft = tiny("llama")
+    (prompt,) = prompts([6])
+    prefixes = set()
+
+    def ban_repeats(prefix, logits):
+        prefixes.add(tuple(prefix[0].tolist()))
+        return logits.index_fill(1, prefix[0, -4:], float("-inf"))
+
+    params = SamplingParams(max_new_tokens=20, logits_processors=[ban_repeats])
+    (plain,) = Engine(target, controller="off").generate([prompt], params)
+    (done,) = Engine(target, draft, "static-4").generate([prompt], params)
+    assert done.token_ids == plain.token_ids
+    tokens = prompt + done.token_ids
+    assert all(len(set(tokens[i - 4 : i + 1])) == 5 or i < 6 for i in range(4, len(tokens)))
+    assert all(tuple(tokens[:n]) in prefixes for n in range(len(prompt), len(tokens)))
+
+
+def test_abort_in_any_state(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "dsde", max_sequences=2)
+    running, waiting = (engine.submit(p) for p in prompts([5, 6]))
+    late = engine.submit(prompts([7])[0])
+    engine.step()
+    engine.step()
+    assert engine.abort(late.id).token_ids == []
+    done = engine.abort(running.id)
+    assert done.finish_reason == "abort" and done.token_ids
+    engine.abort(waiting.id)
+    assert not engine.has_work and engine.stats()["free_blocks"] == engine.stats()["blocks"]
+    with pytest.raises(ValueError, match="request_id"):
+        engine.abort(running.id)
+
+
+def test_callbacks_may_abort_and_submit(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "dsde")
+    spawned = []
+
+    def chain(request, new):
+        if request is first:
+            spawned.append(engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4)))
+            engine.abort(second.id)
+            engine.abort(first.id)
+
+    first = engine.submit([4, 5], on_tokens=chain)
+    second = engine.submit([6, 7])
+    while engine.has_work:
+        engine.step()
+    assert first.completion.finish_reason == second.completion.finish_reason == "abort"
+    assert [len(r.completion.token_ids) for r in spawned] == [4]
+    engine.blocks.check([])
+
+
+def test_priorities_and_deadlines_order_service(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "dsde", max_sequences=1)
+    short = SamplingParams(max_new_tokens=3)
+    names = {
+        engine.submit([1], short).id: "plain",
+        engine.submit([1], short, deadline=100).id: "late",
+        engine.submit([1], short, deadline=1).id: "soon",
+        engine.submit([1], short, priority=1).id: "urgent",
+    }
+    order = []
+    while engine.has_work:
+        order += [names[c.request_id] for c in engine.step()]
+    assert order == ["urgent", "soon", "late", "plain"]
+
+
+def test_refusals_name_the_argument(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, kv_blocks=4, block_size=8)
+    for arguments, message in [
+        (([],), "prompt_ids"),
+        (([1, VOCAB],), f"prompt_ids.*{VOCAB}"),
+        (([1, -1],), "prompt_ids.*-1"),
+        (([1] * 128,), "context of 128"),
+        (([1] * 30, SamplingParams(max_new_tokens=3)), "33 KV positions, the pool holds 32"),
+        (([1], SamplingParams(max_new_tokens=3, stop=["x"])), "tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(*arguments)
+    assert not engine.has_work
+    with pytest.raises(ValueError, match="prompt_ids"):
+        engine.generate([[1, 2], []], SamplingParams(max_new_tokens=3))
+    assert not engine.has_work
+    with pytest.raises(ValueError, match="controller"):
+        Engine(target, draft, "fast")
+    with pytest.raises(ValueError, match="draft"):
+        Engine(target, controller="dsde")
+    with pytest.raises(ValueError, match="max_tokens_per_step"):
+        Engine(target, draft, max_sequences=8, max_tokens_per_step=7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -1.0),
+        ("seed", 2**63),
+        ("stop", "END"),
+        ("stop", [""]),
+    ],
+)
+def test_bad_sampling_params(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_generate_shows_progress(tiny, capsys):
+    target, _ = tiny("llama")
+    Engine(target, controller="off").generate(prompts([3, 3]), SamplingParams(max_new_tokens=2), progress=True)
+    assert "2/2" in capsys.readouterr().err
