@@ -43,8 +43,8 @@ HELD_OUT = (
 )
 """Files never trained on, relative to the standard library's folder."""
 
-# Installed packages are not the standard library; test suites are missing on many machines and are another kind of text;
-# the rest is generated.
+# Installed packages are not the standard library; test suites are missing on many machines and are another kind of
+# text; the rest is generated.
 INSTALLED = {"site-packages", "dist-packages"}
 TESTS = {"test", "tests", "idle_test"}
 GENERATED = {"__pycache__", "encodings", "pydoc_data", "stringprep.py"}

@@ -55,12 +55,15 @@ def step_ms(models: tuple[LlamaForCausalLM, ...], context: int = 128, steps: int
     return [statistics.median(taken) for taken in times]
 
 
-def continuation(target: LlamaForCausalLM, prompt: Tensor, tokens: int, temperature: float) -> Tensor:
-    """Return `prompt` `[tokens]` with the target's continuation, greedy at temperature 0, as one row."""
+def continuations(target: LlamaForCausalLM, prompts: list[Tensor], tokens: int, temperature: float) -> list[Tensor]:
+    """Return each prompt `[tokens]` with the target's continuation up to end-of-text, greedy at temperature 0."""
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
-    return target.generate(
-        prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=tokens, **sampling
-    )[0]
+    end, width = target.config.eos_token_id, max(map(len, prompts))
+    padded = torch.stack([F.pad(prompt, (width - len(prompt), 0), value=end) for prompt in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
+    rows = target.generate(padded, attention_mask=mask, max_new_tokens=tokens, **sampling)
+    lengths = [int((row[width:] != end).long().cumprod(0).sum()) + 1 for row in rows]
+    return [row[width - len(p) : width + n] for row, p, n in zip(rows, prompts, lengths, strict=True)]
 
 
 @torch.inference_mode()
@@ -81,8 +84,8 @@ def overlap(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: Tensor, sta
 def emitted_per_step(agree: Tensor, length: int) -> float:
     """Return the tokens per verification of greedy decoding that always drafts `length` tokens.
 
-    Greedy drafting on a known continuation needs no draft run: a step emits the agreements that follow, at most `length`
-    of them, and one token of the target's own.
+    Greedy drafting on a known continuation needs no draft run: a step emits the agreements that follow, at most
+    `length` of them, and one token of the target's own.
     """
     position, steps = 0, 0
     while position < len(agree):
@@ -114,24 +117,23 @@ def acceptance(
         tokens per step at a fixed draft length of 4, and the share of continuations that end in a loop. For
         continuations sampled at temperature 1: the mean of sum min(p, q).
     """
-    by_nature: dict[str, list[Tensor]] = {}
-    agreements, emitted, looping, shared = [], [], [], []
-    for prompt in tqdm(prompts, desc="acceptance", mininterval=5):
-        ids = tokenizer(prompt.text, return_tensors="pt")["input_ids"][0]
-        text = continuation(target, ids, tokens, 0.0)
-        agree, _ = overlap(target, draft, text, len(ids))
-        agreements.append(agree)
-        by_nature.setdefault(prompt.nature, []).append(agree)
-        emitted.append(emitted_per_step(agree, 4))
-        looping.append(loops(text))
-        shared.append(overlap(target, draft, continuation(target, ids, tokens, 1.0), len(ids))[1])
+    ids = [tokenizer(prompt.text, return_tensors="pt")["input_ids"][0] for prompt in prompts]
+    starts = [len(row) for row in ids]
+    greedy, sampled = (continuations(target, ids, tokens, temperature) for temperature in (0.0, 1.0))
+    agree = [overlap(target, draft, text, start)[0] for text, start in zip(greedy, starts, strict=True)]
+    shared = [overlap(target, draft, text, start)[1] for text, start in zip(sampled, starts, strict=True)]
+    by_nature = {
+        nature: _mean([row for row, prompt in zip(agree, prompts, strict=True) if prompt.nature == nature])
+        for nature in pair.NATURES
+        if any(prompt.nature == nature for prompt in prompts)
+    }
     return {
         "prompts": len(prompts),
         "new_tokens": tokens,
-        "greedy_agreement": _mean(agreements),
-        "greedy_agreement_by_nature": {nature: _mean(rows) for nature, rows in by_nature.items()},
-        "greedy_tokens_per_step_at_4": round(statistics.fmean(emitted), 2),
-        "greedy_continuations_that_loop": round(statistics.fmean(looping), 3),
+        "greedy_agreement": _mean(agree),
+        "greedy_agreement_by_nature": by_nature,
+        "greedy_tokens_per_step_at_4": round(statistics.fmean(emitted_per_step(row, 4) for row in agree), 2),
+        "greedy_continuations_that_loop": round(statistics.fmean(map(loops, greedy)), 3),
         "sum_min_p_q_temperature_1": _mean(shared),
     }
 

@@ -12,7 +12,7 @@ Tokenizer, target, then a draft distilled from the target, all from the text of 
   numbers a token, not 4096, and one small product brings the logits back.
 
 Budgets are minutes of wall time, so that the run ends on time on any machine; the card that is written next to the
-weights records how many tokens that was. The same seed therefore gives the same pair only up to the speed of the machine.
+weights records how many tokens that was. A rerun with the same seed is equal only as far as the machine's speed is.
 """
 
 import argparse
@@ -71,7 +71,6 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=pair.END_OF_TEXT,
         pad_token=pair.END_OF_TEXT,
-        model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
 
