@@ -74,7 +74,7 @@ def uniform_torch(seed: Tensor, step: Tensor, offset: Tensor, stream: int, count
     out = torch.empty(seed.shape[0], blocks, 4, dtype=torch.float32, device=seed.device)
     for i, word in enumerate(words):
         out[:, :, i] = word
-    return out.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST).view(-1, 4 * blocks)[:, :count]
+    return out.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST).flatten(1)[:, :count]
 
 
 def exponential_torch(seed: Tensor, step: Tensor, offset: Tensor, stream: int, count: int) -> Tensor:

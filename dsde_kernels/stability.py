@@ -192,7 +192,7 @@ def stability_update_torch(
     first, k = cu_draft[:-1, None], cu_draft[1:] - cu_draft[:-1]
     column = torch.arange(int(k.max()), device=k.device)
     new = kld[(first + column).clamp_(max=drafts - 1)].masked_fill_(column >= k[:, None], 0.0)  # [B, most k]
-    total = new.sum(-1)
+    total = new.cumsum(-1)[:, -1]  # in order: the rounding of a sum would depend on the width, so on the batch
     proposed = (k > 0) & (total < torch.inf)  # NaN is not below infinity either
     if ok is not None:
         proposed &= ok

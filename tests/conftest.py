@@ -1,0 +1,16 @@
+"""Fixtures for every test."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the ops run: a GPU where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(20250901)
