@@ -19,7 +19,7 @@ from dsde import Dsde, Engine, SamplingParams, Static
 from tests.dsde.models import build
 
 VOCAB = 8
-SAMPLES = 24_000
+SAMPLES = 12_000
 FALSE_ALARM = 1e-4
 
 
@@ -28,7 +28,7 @@ def pair():
     target = build("llama", vocab_size=VOCAB, num_hidden_layers=1, hidden_size=16, tie_word_embeddings=False)
     draft = copy.deepcopy(target)
     with torch.no_grad():
-        draft.lm_head.weight.neg_()
+        draft.lm_head.weight.mul_(-2)
     return target, draft
 
 
@@ -74,10 +74,10 @@ def compare(tokens, joint):
 
 @pytest.mark.parametrize("controller", ["off", "static-3", "dsde"])
 def test_sampled_output_has_the_targets_distribution(pair, controller):
-    prompt, tokens, stats = sample(pair, controller, SamplingParams(max_new_tokens=4, temperature=0.8))
+    prompt, tokens, stats = sample(pair, controller, SamplingParams(max_new_tokens=4, temperature=0.5))
     if controller != "off":
         assert 0.02 < stats["accepted"] / stats["drafted"] < 0.6  # both branches are taken
-    for p in compare(tokens, exact(pair[0], prompt, 0.8)):
+    for p in compare(tokens, exact(pair[0], prompt, 0.5)):
         assert p > FALSE_ALARM
 
 
@@ -116,8 +116,8 @@ class _Biased(Static):
 
 
 def test_a_bias_of_three_percent_is_caught(pair):
-    prompt, tokens, _ = sample(pair, _Biased(3), SamplingParams(max_new_tokens=4, temperature=0.8))
-    single, both = compare(tokens, exact(pair[0], prompt, 0.8))
+    prompt, tokens, _ = sample(pair, _Biased(3), SamplingParams(max_new_tokens=4, temperature=0.5))
+    single, both = compare(tokens, exact(pair[0], prompt, 0.5))
     assert single < FALSE_ALARM and both < FALSE_ALARM
 
 

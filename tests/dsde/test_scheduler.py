@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from dsde import Engine, SamplingParams
+from dsde import Dsde, Engine, SamplingParams
 from dsde.blocks import BlockManager
 from dsde.request import Request
 from dsde.scheduler import Scheduler
+from dsde_kernels import DsdeRule
 from tests.dsde.models import build, weaken
 
 
@@ -101,7 +102,8 @@ def check(engine):
 def test_ten_thousand_random_steps(small, monkeypatch):
     """Joins, leaves, aborts and preemptions: the invariant holds after each step, and the bound before each forward."""
     rng = random.Random(0)
-    engine = Engine(*small, "dsde", max_sequences=6, kv_blocks=24, block_size=4, max_tokens_per_step=20)
+    rule = DsdeRule(sl_min=1, sl_start=2, sl_limit=4)  # short drafts keep ten thousand steps short
+    engine = Engine(*small, Dsde(rule), max_sequences=6, kv_blocks=24, block_size=4, max_tokens_per_step=20)
     score = engine.scorer.score
 
     def watched(entries, requests, drafts):
