@@ -12,7 +12,7 @@ verifications of one request, so no (seed, step, offset, stream, index) is used 
 With u small, e = u to rounding, so the small end, which decides a race, is as fine as 2^-32. -log(u) would not do:
 float32 has nothing between 1 - 2^-24 and 1, so that form cannot go below 2^-24 and never draws rare tokens.
 
-The twin keeps 32-bit words in int64 and writes [R, n/4] counters ten rounds long: about 100 passes over n/4 elements.
+The twin keeps 32-bit words in int64: ten rounds of six passes over n/2 of them.
 """
 
 import torch
@@ -37,21 +37,21 @@ def philox_torch(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tens
     -------
     Four int64 tensors of words in [0, 2^32), of the broadcast shape.
     """
-    # even, odd: words (0, 2) and (1, 3). Odd words are only ever xor-ed, so their high halves may hold rubbish;
-    # the mask at the end of a round removes it, and the sign bits that >> drags in.
-    # The first two rounds keep their operands' small shapes: most of the counter is constant along a row.
-    e0, o0, e1, o1 = counter
-    rounds = torch.arange(10, device=key[0].device)[(...,) + (None,) * key[0].ndim]
-    keys = (((k + rounds * w) & _MASK).unbind() for k, w in zip(key, (_W0, _W1), strict=True))
-    for k0, k1 in zip(*keys, strict=True):
-        p0, p1 = e0 * _M0, e1 * _M1
-        e0, e1 = _round(p1, o0, k0), _round(p0, o1, k1)
-        o0, o1 = p1, p0
-    return e0, o0 & _MASK, e1, o1 & _MASK
-
-
-def _round(product: Tensor, odd: Tensor, key: Tensor) -> Tensor:
-    return ((product >> 32) ^ (odd ^ key)).bitwise_and_(_MASK)
+    # Both halves of a round in one [2, ...] tensor: `even` holds words 0 and 2; words 1 and 3 are the low halves of
+    # `odd`, in swapped order. They are only ever xor-ed, so their high halves may hold rubbish, as may the sign bits
+    # that >> drags in: the mask at the end of a round removes both.
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    even = torch.stack([counter[0].expand(shape), counter[2].expand(shape)])
+    odd = torch.stack([counter[3].expand(shape), counter[1].expand(shape)])
+    constants = torch.tensor([[_M0, _M1], [_W0, _W1]], device=even.device).view(2, 2, *(1,) * len(shape))
+    multiplier, increment = constants.unbind()
+    keys = torch.stack(key) + increment * torch.arange(10, device=even.device).view(10, 1, *(1,) * len(shape))
+    for round_key in keys.unbind():
+        product = even * multiplier
+        even = (product >> 32).bitwise_xor_(odd).flip(0).bitwise_xor_(round_key).bitwise_and_(_MASK)
+        odd = product
+    odd = odd & _MASK
+    return even[0], odd[1], even[1], odd[0]
 
 
 def uniform_torch(seed: Tensor, step: Tensor, offset: Tensor, stream: int, count: int) -> Tensor:

@@ -151,6 +151,9 @@ class StabilityState:
         start = torch.zeros(window + len(_FLOATS) + len(_INTEGERS))
         start.view(torch.int32)[-2:] = torch.tensor([rule.sl_start, rule.sl_limit])
         self._start = start.to(device)
+        age = torch.arange(window - 1, -1, -1)
+        weight = rule.decay ** age.float()
+        self.weights = torch.stack((weight * (age < rule.short_window), weight)).to(device)  # of the two variances
         self.table = self._start.repeat(capacity, 1)
         integers = self.table.view(torch.int32)
         self.mean_kld, self.wvir = self.table[:, window + 2], self.table[:, window + 3]
@@ -162,18 +165,13 @@ class StabilityState:
         self.table[slots] = self._start
 
 
-def _weighted_variances(history: Tensor, count: Tensor, rule: DsdeRule) -> tuple[Tensor, Tensor]:
-    """Var_w of the newest `short_window` and `long_window` values of `history` [B, long_window]."""
-    age = torch.arange(rule.long_window - 1, -1, -1, device=history.device)
-    weight = rule.decay**age * (age < count[:, None])
-    short = slice(rule.long_window - rule.short_window, None)
-    return _variance(history[:, short], weight[:, short]), _variance(history, weight)
-
-
-def _variance(x: Tensor, weight: Tensor) -> Tensor:
-    weight = weight / weight.sum(-1, keepdim=True)
-    mean = (weight * x).sum(-1, keepdim=True)
-    return (weight * (x - mean).square_()).sum(-1)
+def _weighted_variances(history: Tensor, count: Tensor, weights: Tensor) -> Tensor:
+    """Var_w of the newest values of `history` [B, long_window] under each row of `weights` [2, long_window]: [2, B]."""
+    age = torch.arange(history.shape[1] - 1, -1, -1, device=history.device)
+    weight = weights[:, None] * (age < count[:, None])
+    total = weight.sum(-1)
+    mean = (weight * history).sum(-1).div_(total)
+    return (history - mean[..., None]).square_().mul_(weight).sum(-1).div_(total)
 
 
 def stability_update_torch(
@@ -215,14 +213,16 @@ def stability_update_torch(
     frozen = (most_accepted * (1 + rule.sl_max_coefficient * ratio) + 0.5).floor_().clamp_(rule.sl_min, rule.sl_limit)
     sl_max = torch.where(done & (count < rule.calibration_tokens), frozen.int(), sl_max)
 
-    short, long = _weighted_variances(history, drafted, rule)
+    short, long = _weighted_variances(history, drafted, state.weights)
     wvir = (short / long).masked_fill_(long < _FLAT, _FLAT_WVIR).masked_fill_(drafted < 2, 0.0)
     scaled = mu
     if rule.divide_by_temperature and temperature is not None:
         scaled = mu / temperature.masked_fill(temperature == 0, 1.0)
     # Finite also where exp would overflow, so that 0 * WVIR stays 0; far beyond 1 either way.
     x = (rule.alpha * scaled).clamp_(max=80.0).expm1_().mul_(wvir)
-    sl_min = (rule.sl_min_fraction * sl_max).ceil_().clamp_(min=rule.sl_min)
+    sl_min: Tensor | int = rule.sl_min
+    if rule.sl_min_fraction:
+        sl_min = (rule.sl_min_fraction * sl_max).ceil_().clamp_(min=rule.sl_min)
     ideal = (sl_min + (1 - x).clamp_(min=0.0) * (sl_max - sl_min)).ceil_()
     doubled = torch.where(num_accepted == k, (2 * sl).clamp_(max=rule.sl_limit), sl)
     sl = torch.where(done, ideal.int(), doubled)

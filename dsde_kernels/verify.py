@@ -127,16 +127,19 @@ def verify_torch(
     kld, log_p, log_q = _score(
         target_logits.index_select(0, draft_rows),
         None if draft_logits is None else draft_logits[:, :vocabulary],
-        draft_tokens,
+        draft_tokens.clamp(0, vocabulary - 1),
         None if row_temperature is None else row_temperature[owner],
         None if target_threshold is None else target_threshold[draft_rows],
         draft_threshold,
     )
+    unknown = (draft_tokens < 0) | (draft_tokens >= vocabulary)
+    if draft_logits is None:
+        kld.masked_fill_(unknown, -LOG_FLOOR)
     top = target_logits.argmax(-1)
     is_top = draft_tokens == top[draft_rows]
     passes, accept_prob = is_top & (log_p == log_p), is_top.float()
     if sampled:
-        ratio = (log_p - log_q).exp_().clamp_(max=1.0).nan_to_num_(nan=0.0)
+        ratio = (log_p - log_q).exp_().clamp_(max=1.0).nan_to_num_(nan=0.0).masked_fill_(unknown, 0.0)
         u = rng.uniform_torch(seed[owner], step[owner], index[:-1] - first[owner], rng.ACCEPT, 1)[:, 0]
         passes = torch.where(greedy[owner], passes, (u < ratio) & (kld == kld))
         accept_prob = torch.where(greedy[owner], accept_prob, ratio)
@@ -146,7 +149,7 @@ def verify_torch(
     position = (first[:, None] + column).clamp_(max=max(drafts - 1, 0))
 
     def spread(x: Tensor) -> Tensor:
-        return x[position] if drafts else x.new_zeros(position.shape)
+        return x.take(position) if drafts else x.new_zeros(position.shape)
 
     num_accepted = (spread(passes) & (column < k[:, None])).cumprod(1).sum(1)
 
@@ -163,8 +166,7 @@ def verify_torch(
         weights = log_p_final[rows].exp_()
         if drafts:
             stopped = (first + num_accepted)[rows].clamp_(max=drafts - 1)  # the draft that failed, if one did
-            draft = draft_tokens[stopped]
-            rejected = (num_accepted < k)[rows] & (draft >= 0) & (draft < vocabulary)
+            rejected = (num_accepted < k)[rows] & ~unknown[stopped]
             if draft_logits is None:
                 q = None
             else:
@@ -172,9 +174,9 @@ def verify_torch(
                 q = log_softmax(draft_logits[stopped, :vocabulary], temperature[rows], threshold).exp_()
                 ok = torch.ones_like(greedy)
                 ok[rows] = ~(rejected & kld[stopped].isnan())
-            weights = _residual(weights, q, draft.clamp(0, vocabulary - 1), rejected)
+            weights = _residual(weights, q, draft_tokens[stopped].clamp_(0, vocabulary - 1), rejected)
         token[rows] = race_torch(weights, seed[rows], step[rows], num_accepted[rows], rng.RESAMPLE)
-    logprob = _gather(log_p_final, token)
+    logprob = log_p_final.gather(1, token[:, None])[:, 0]
     ok = logprob == logprob if ok is None else ok & (logprob == logprob)
 
     last = num_accepted[:, None]
@@ -222,10 +224,10 @@ def _score(
 
 
 def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Entry `ids` of each row; -inf where there is no such column (a broken row keeps its NaN only inside)."""
+    """Entry `ids` >= 0 of each row, -inf where there is no such column."""
     width = log_probs.shape[1]
-    values = log_probs.gather(1, ids.clamp(0, width - 1)[:, None])[:, 0]
-    return values.masked_fill_((ids < 0) | (ids >= width), -torch.inf)
+    values = log_probs.gather(1, ids.clamp(max=width - 1)[:, None])[:, 0]
+    return values.masked_fill_(ids >= width, -torch.inf)
 
 
 def _residual(p: Tensor, q: Tensor | None, ids: Tensor, rejected: Tensor) -> Tensor:
