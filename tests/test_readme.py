@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from dsde.cli import main
 
@@ -35,13 +34,12 @@ def test_make_targets_exist():
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"python -m dsde ([a-z]+)", README))))
-def test_commands_and_their_options_exist(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    for line in re.findall(rf"python -m dsde {command}( .*)", README):
-        assert [o for o in re.findall(r" (--?[a-z-]+)", line) if o not in text] == []
+def test_commands_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dsde").symlink_to(ROOT / "dsde")
+    commands = re.findall(r"^python -m dsde (.*)$", README, flags=re.MULTILINE)
+    assert len(commands) == 2
+    assert [main(shlex.split(command)) for command in commands] == [0, 0]
 
 
 def test_file_tree_is_what_there_is():

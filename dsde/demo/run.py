@@ -152,7 +152,7 @@ def report(result: dict[str, Any]) -> str:
         f"draft {result['draft_parameters'] / 1e6:.1f} M",
         f"{result['prompts']} prompts, {result['prompt_tokens']} tokens; greedy, at most {result['max_new_tokens']} "
         f"new tokens each; median of {result['rounds']} round{'s' * (result['rounds'] > 1)}",
-        f"{env['device']}, {env['cores']} cores, {env['threads']} threads, {env['dtype']}; "
+        f"{env['device']}, {env['cores']} cores, torch threads: {env['threads']}, {env['dtype']}; "
         f"Python {env['python']}, torch {env['torch']}, transformers {env['transformers']}",
         "",
         "| batch | mode     | tokens/s | vs off | drafted/step | accepted/step | latency p50, ms | p99, ms |",

@@ -60,7 +60,9 @@ def load_pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
 
 
 def prompts(count: int, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the first `count` of 16 chat prompts, in the chat template."""
+    """Token ids of the first `count` chat prompts, in the chat template; ValueError if there are fewer."""
+    if count > len(_PROMPTS):
+        raise ValueError(f"there are {len(_PROMPTS)} chat prompts, got {count}")
     texts = (
         tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
         for p in _PROMPTS[:count]
