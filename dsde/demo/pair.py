@@ -68,10 +68,12 @@ def load_pair(
     tokenizer : PreTrainedTokenizerFast
         The tokenizer that both use.
     """
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype).eval() for name in ("target", "draft")
-    )
-    return target, draft, load_tokenizer(folder)
+    return load_model(folder / "target", dtype), load_model(folder / "draft", dtype), load_tokenizer(folder)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Load one model of a pair from its own folder."""
+    return cast(LlamaForCausalLM, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
 
 
 @cache

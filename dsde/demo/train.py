@@ -146,7 +146,8 @@ def main() -> None:
 
     texts = corpus.training_texts(options.seed)
     if options.draft_only:
-        target, _, tokenizer = pair.load_pair(torch.bfloat16, options.out)
+        target = pair.load_model(options.out / "target", torch.bfloat16)
+        tokenizer = pair.load_tokenizer(options.out)
         tokens = pack(tokenizer, texts)
         card = json.loads((options.out / "card.json").read_text())
     else:
