@@ -209,9 +209,11 @@ def stability_update_torch(
     kld_max = torch.maximum(kld_max, new.amax(-1))
     most_accepted = torch.maximum(most_accepted, num_accepted)
     done = drafted >= rule.calibration_tokens
-    ratio = kld_sum / drafted / (kld_max + _EPS)
-    frozen = (most_accepted * (1 + rule.sl_max_coefficient * ratio) + 0.5).floor_().clamp_(rule.sl_min, rule.sl_limit)
-    sl_max = torch.where(done & (count < rule.calibration_tokens), frozen.int(), sl_max)
+    ends = done & (count < rule.calibration_tokens)
+    if ends.any():
+        ratio = kld_sum / drafted / (kld_max + _EPS)
+        raw = most_accepted * (1 + rule.sl_max_coefficient * ratio)
+        sl_max = torch.where(ends, (raw + 0.5).floor_().clamp_(rule.sl_min, rule.sl_limit).int(), sl_max)
 
     short, long = _weighted_variances(history, drafted, state.weights)
     wvir = (short / long).masked_fill_(long < _FLAT, _FLAT_WVIR).masked_fill_(drafted < 2, 0.0)

@@ -179,16 +179,15 @@ def verify_torch(
     logprob = log_p_final.gather(1, token[:, None])[:, 0]
     ok = logprob == logprob if ok is None else ok & (logprob == logprob)
 
-    last = num_accepted[:, None]
-    emitted = torch.where(ok, token, -1)[:, None]
+    tokens, logprobs = spread(draft_tokens), spread(log_p)
+    at, beyond = column == num_accepted[:, None], column > num_accepted[:, None]
+    broken = ~ok
     return Verification(
-        tokens=torch.where(column == last, emitted, spread(draft_tokens)).masked_fill_(column > last, -1),
+        tokens=torch.where(at, token.masked_fill_(broken, -1)[:, None], tokens).masked_fill_(beyond, -1),
         num_accepted=num_accepted.int(),
         kld=kld,
         accept_prob=accept_prob,
-        logprobs=torch.where(column == last, torch.where(ok, logprob, 0.0)[:, None], spread(log_p)).masked_fill_(
-            column > last, 0.0
-        ),
+        logprobs=torch.where(at, logprob.masked_fill_(broken, 0.0)[:, None], logprobs).masked_fill_(beyond, 0.0),
         ok=ok,
     )
 
