@@ -10,7 +10,8 @@
 #
 # Variables
 #   PYTHON       the Python (3.10 to 3.13) that the environment is made with
-#   TORCH_INDEX  a package index to take torch from besides pip's own, for example PyTorch's index of CPU builds.
+#   TORCH_INDEX  a package index to take torch from besides pip's own, for example PyTorch's index of CPU
+#                or of ROCm builds.
 #                Without it pip's own index decides; on Linux x86_64 PyPI has only the CUDA build, several GB.
 #   TORCH        the requirement itself, for a torch of your choice
 #   ARGS         further options: make demo ARGS="--prompts 4", make test ARGS="-k cli"
