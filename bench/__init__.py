@@ -1,0 +1,1 @@
+"""Benchmarks; every ratio is to a named rival in the same run."""

@@ -4,8 +4,8 @@
 
 At batch 1 the rivals are transformers' `generate` and its assisted generation with the same pair (its default draft
 length schedule); at the larger batch its `generate` on the left-padded batch. Every competitor decodes the same prompts
-in float32 on the same threads; they take turns within a round, and a ratio is the median over rounds of the ratio within
-a round, so a machine that drifts does so for all. Greedy outputs are compared token for token.
+in float32 on the same threads; they take turns within a round, and a ratio is the median over rounds of the ratio
+within a round, so a machine that drifts does so for all. Greedy outputs are compared token for token.
 
 `overhead` is the share of the engine's step that is not a model's forward pass: schedule, draft sampling, verify,
 adapt, commit. Figures of a CPU run time the CPU backend.
@@ -59,7 +59,9 @@ def own(pair: tuple[Any, Any], controller: str, batch: int, ids: Sequence[list[i
 def rival(target: Any, draft: Any | None, batch: int, ids: Sequence[list[int]], params: SamplingParams) -> Run:
     """The `generate` of transformers: plain, or assisted if there is a draft; left-padded if batch > 1."""
     options: dict[str, Any] = {"max_new_tokens": params.max_new_tokens, "pad_token_id": 0, "eos_token_id": []}
-    options |= {"do_sample": True, "temperature": params.temperature, "top_k": 0} if params.temperature else {"do_sample": False}
+    options["do_sample"] = params.temperature > 0
+    if params.temperature > 0:
+        options |= {"temperature": params.temperature, "top_k": 0}
     if draft is not None:
         options["assistant_model"] = draft
 
@@ -137,10 +139,11 @@ def main() -> None:
     print("|--:|:--|--:|--:|--:|--:|--:|:--|")
     for row in rows:
         ratios = {**row["ratio_to"], row["name"]: 1.0}
+        identical = "sampled" if options.temperature else row["identical"]
         print(
             f"| {row['batch']} | {row['name']} | {row['tokens_per_s']:.1f} | {ratios['transformers']:.2f}x "
             f"| {ratios['off']:.2f}x | {row.get('accepted_per_step', float('nan')):.2f} "
-            f"| {row.get('overhead', float('nan')):.1%} | {row['identical'] if not options.temperature else 'sampled'} |"
+            f"| {row.get('overhead', float('nan')):.1%} | {identical} |"
         )
     if options.out:
         with open(options.out, "a", encoding="utf-8") as file:

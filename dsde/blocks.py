@@ -1,9 +1,9 @@
 """Block manager: which KV blocks belong to which sequence.
 
 A block is ``block_size`` token positions in the key-value stores of target *and* draft: both models hold the same
-positions of a sequence, so one table serves both. Any block may follow any other, but the manager places a new sequence
-in the middle of the longest free run and lets it grow to the right. Sequences then mostly stay contiguous, and attention
-reads their keys as a view; a gathered copy is needed only where the pool is crowded.
+positions of a sequence, so one table serves both. Any block may follow any other, but the manager places a new
+sequence in the middle of the longest free run and lets it grow to the right. Sequences then mostly stay contiguous, and
+attention reads their keys as a view; a gathered copy is needed only where the pool is crowded.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"kv_blocks must be >= 1, got {num_blocks}")
-        if block_size < 1:
-            raise ValueError(f"block_size must be >= 1, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks

@@ -35,6 +35,7 @@ class Segment:
 
     @property
     def end(self) -> int:
+        """The position after the last token."""
         return self.start + len(self.ids)
 
 
@@ -78,15 +79,18 @@ class PackedModel:
         self.seconds = 0.0
         self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._strips: dict[int | None, torch.Tensor] = {}
-        self._configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+        parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        self._configs = list({id(m.config): m.config for m in parts}.values())
         self._probe()
 
     @property
     def device(self) -> torch.device:
+        """Where the model and its store live."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The model's number format."""
         return self.model.dtype
 
     def forward(self, segments: Sequence[Segment], keep: Sequence[int] | None = None) -> torch.Tensor:
@@ -135,7 +139,7 @@ class PackedModel:
                 config._attn_implementation = implementation
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, ``[1, heads, num_slots, head_dim]`` each; allocated at first sight of their shape.
+        """Keys and values of a layer, ``[1, heads, num_slots, head_dim]`` each; allocated when first seen.
 
         Slots of one head are neighbours, so a contiguous sequence is a single `narrow` of each.
         """

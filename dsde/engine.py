@@ -78,8 +78,9 @@ class Engine:
         self.controller = named(controller)
         if self.controller.sl_limit > 0 and draft is None:
             raise ValueError(f"draft must be a model with controller {controller!r}, got None")
-        if block_size < 1:
-            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        for name, value in (("block_size", block_size), ("max_sequences", max_sequences)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
         if kv_blocks is None:
             context = getattr(target.config.get_text_config(), "max_position_embeddings", _DEFAULT_POSITIONS)
             kv_blocks = min(max_sequences * -(-context // block_size), _DEFAULT_POSITIONS // block_size)
@@ -343,7 +344,7 @@ class Engine:
             sl = len(drafts.tokens[i])
             signal = kld[first : first + sl]
             first += sl
-            if request.completion is not None:  # aborted by an earlier request's callback
+            if request.id not in self._requests:  # aborted by an earlier request's callback
                 continue
             request.trace.append(
                 StepTrace(
@@ -363,9 +364,9 @@ class Engine:
                 reason = self._append(request, emitted, logprobs[i], now)
                 if reason is None and not ok[i]:
                     request.fail("the target's logits at the next position are NaN or hold no finite value")
-            if request.completion is not None:  # aborted by its own callback
-                ended.append(request.completion)
-            elif request.error is not None:
+            if request.id not in self._requests:  # aborted by its own callback
+                continue
+            if request.error is not None:
                 ended.append(self._end(request, "error"))
             elif reason is not None:
                 ended.append(self._end(request, reason))
@@ -401,7 +402,7 @@ class Engine:
     def _completes_stop(self, request: Request) -> bool:
         """Whether the generated text now holds a stop string; only its end can have changed."""
         assert self.tokenizer is not None
-        # A byte-level token may hold a single byte of a four-byte character; the margin covers a broken one at the left.
+        # A byte-level token may hold one byte of a four-byte character; the margin covers a broken one at the left.
         window = 4 * max(len(s) for s in request.params.stop) + 4
         generated = request.tokens[len(request.prompt_ids) :][-window:]
         text = self.tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -97,9 +97,7 @@ class ModelProposer:
                 threshold.index_copy_(0, where, cut)
             offset += 1
             live = [i for i in live if lengths[i] > offset]
-            segments = [
-                Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live
-            ]
+            segments = [Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live]
         return Drafts(drafts, logits, threshold)
 
     @staticmethod

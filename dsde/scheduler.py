@@ -28,6 +28,7 @@ class Entry:
 
     @property
     def verifies(self) -> bool:
+        """Whether the step reaches the end of the request's tokens."""
         return self.rows == self.request.pending
 
 
@@ -49,8 +50,6 @@ class Scheduler:
     def __init__(
         self, blocks: BlockManager, max_sequences: int, max_tokens_per_step: int, draft_context: int | None
     ) -> None:
-        if max_sequences < 1:
-            raise ValueError(f"max_sequences must be >= 1, got {max_sequences}")
         if max_tokens_per_step < max_sequences:
             raise ValueError(
                 f"max_tokens_per_step must be >= max_sequences ({max_sequences}) so that every sequence can advance, "

@@ -36,7 +36,9 @@ class Scorer:
         Tensor [N + B, Vt]
             For each request its drafted positions, then its bonus position; raw logits after its processors.
         """
-        segments, keep, row = [], [], 0
+        segments: list[Segment] = []
+        keep: list[int] = []
+        row = 0
         proposals = iter(drafts.tokens)
         for entry in entries:
             request = entry.request

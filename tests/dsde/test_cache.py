@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, Gemma2Config, GptOssConfig, MambaConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    MambaConfig,
+    OPTConfig,
+)
 
 from dsde.blocks import BlockTable
 from dsde.cache import PackedModel, Segment
-
 from tests.dsde.models import COMMON, CONFIGS, VOCAB, build
 
 CUTS = [0, 5, 6, 18, 21]
@@ -29,7 +38,7 @@ def check_packed(model, tables):
     ta, tb = BlockTable(list(tables[0])), BlockTable(list(tables[1]))
     got_a, got_b = [], []
     with packed.packed():
-        for i, (start, end) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+        for i, (start, end) in enumerate(itertools.pairwise(CUTS)):
             part_b = slice(4 * i, 4 * i + 4)
             logits = packed.forward([Segment(a[start:end], start, ta), Segment(b[part_b], 4 * i, tb)])
             got_a.append(logits[: end - start])
@@ -107,7 +116,10 @@ def test_the_models_own_attention_comes_back():
     ("config", "message"),
     [
         (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "cannot run packed: 0 of 2"),
-        (FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "cannot run packed"),
+        (
+            FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+            "cannot run packed",
+        ),
         (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "rolled back"),
     ],
     ids=["bloom", "falcon", "mamba"],

@@ -329,6 +329,9 @@ def test_refusals_name_the_argument(tiny):
         Engine(target, controller="dsde")
     with pytest.raises(ValueError, match="max_tokens_per_step"):
         Engine(target, draft, max_sequences=8, max_tokens_per_step=7)
+    for name in ("max_sequences", "block_size", "kv_blocks"):
+        with pytest.raises(ValueError, match=name):
+            Engine(target, draft, **{name: 0})
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_ten_thousand_random_steps(small, monkeypatch):
         if rng.random() < 0.25 and len(alive) < 12:
             prompt = [rng.randrange(61) for _ in range(rng.randrange(1, 30))]
             params = SamplingParams(
-                max_new_tokens=rng.randrange(1, 50), temperature=rng.choice([0.0, 0.0, 0.0, 1.0]), seed=rng.randrange(99)
+                max_new_tokens=rng.randrange(1, 50),
+                temperature=rng.choice([0.0, 0.0, 0.0, 1.0]),
+                seed=rng.randrange(99),
             )
             r = engine.submit(prompt, params, priority=rng.randrange(3))
             alive[r.id] = r
@@ -156,7 +158,9 @@ def test_a_forward_that_fails_leaves_the_engine_as_it_was(small, monkeypatch):
         engine.step()
     before = list(r.tokens)
     forward = engine.target.model.forward
-    monkeypatch.setattr(engine.target.model, "forward", lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(
+        engine.target.model, "forward", lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+    )
     with pytest.raises(torch.OutOfMemoryError):
         engine.step()
     assert r.tokens == before
