@@ -112,7 +112,7 @@ def test_requests_join_and_leave_at_any_step(tiny):
 
 
 def test_eos_inside_an_accepted_block_ends_the_request_there(tiny):
-    target, draft = tiny("llama")
+    target, _ = tiny("llama")
     (prompt,) = prompts([6])
     free = own_generate(target, prompt)
     for eos in set(free):
