@@ -16,19 +16,19 @@ from torch import Tensor
 from . import rng
 from .backend import require_backend
 from .checks import check_logits, check_range, check_vector
-from .rows import log_softmax
+from .rows import argmax, log_softmax
 
 
 def race_torch(weights: Tensor, seed: Tensor, step: Tensor, offset: Tensor, stream: int) -> Tensor:
     """Draw one index a row with probability proportional to `weights` [R, V] float32, which is overwritten."""
     noise = rng.exponential_torch(seed, step, offset, stream, weights.shape[1])
-    return weights.div_(noise).argmax(-1)
+    return argmax(weights.div_(noise))
 
 
 def sample_torch(
     logits: Tensor, temperature: Tensor, seed: Tensor, step: Tensor, offset: Tensor, threshold: Tensor | None
 ) -> Tensor:
-    tokens = logits.argmax(-1)
+    tokens = argmax(logits)
     finite = logits.gather(1, tokens[:, None])[:, 0].abs() < torch.inf
     rows = temperature.nonzero()[:, 0]
     if rows.shape[0]:

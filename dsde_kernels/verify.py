@@ -37,7 +37,7 @@ from . import rng
 from .backend import require_backend
 from .checks import check_device, check_logits, check_range, check_vector
 from .kld import LOG_FLOOR, kl_from_log_probs_torch
-from .rows import log_softmax
+from .rows import argmax, log_softmax
 from .sampling import race_torch
 from .stability import DsdeRule, StabilityState, speculation_lengths_torch, stability_update_torch
 
@@ -135,7 +135,7 @@ def verify_torch(
     unknown = (draft_tokens < 0) | (draft_tokens >= vocabulary)
     if draft_logits is None:
         kld.masked_fill_(unknown, -LOG_FLOOR)
-    top = target_logits.argmax(-1)
+    top = argmax(target_logits)
     is_top = draft_tokens == top[draft_rows]
     passes, accept_prob = is_top & (log_p == log_p), is_top.float()
     if sampled:
