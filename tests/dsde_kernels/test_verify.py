@@ -108,7 +108,7 @@ def test_equals_the_scalar_reference(case, dtype, device):
                 arguments["draft_threshold"] = truncation_threshold(
                     arguments["draft_logits"], arguments["temperature"][owner.to(device)], top_p=half[:22]
                 )
-        arguments["draft_tokens"][[2, 11]] = torch.tensor([-1, 2**40], device=device)
+        arguments["draft_tokens"][[2, 9, 16]] = torch.tensor([-1, 2**40, -1], device=device)  # greedy, sampled twice
         got = verify(**arguments)
         want = oracle.verify(*arguments.values())
         assert got.num_accepted.tolist() == want["num_accepted"]
@@ -156,11 +156,11 @@ def test_greedy_kld_is_taken_at_temperature_one():
 
 
 def test_greedy_ignores_thresholds():
-    arguments = batch([3, 2], temperature=(0.0, 1.0))
+    arguments = batch([3, 2, 0], temperature=(0.0, 1.0, 0.0))
     plain = verify(**arguments)
     high = verify(**arguments, target_threshold=arguments["target_logits"].amax(-1))
-    assert torch.equal(high.logprobs[0], plain.logprobs[0])
-    assert torch.equal(high.tokens[0], plain.tokens[0])
+    assert torch.equal(high.logprobs[[0, 2]], plain.logprobs[[0, 2]])
+    assert torch.equal(high.tokens[[0, 2]], plain.tokens[[0, 2]])
     assert high.logprobs[1, 0] == 0  # one token kept: probability 1
 
 
@@ -296,6 +296,13 @@ def test_placeholder_and_foreign_ids_are_rejected_and_the_row_drawn_from_p(bad, 
     assert out.num_accepted.tolist() == [1]
     assert out.accept_prob[1] == 0
     assert out.kld.isfinite().all()
+
+
+def test_a_placeholder_draws_from_p_and_not_from_the_residual():
+    target = torch.tensor([0.0, 0.0, -INF]).repeat(400, 1)
+    draft = torch.tensor([30.0, 0.0, 0.0]).repeat(200, 1)  # leaves a residual at 1 only
+    out = simple(target, draft, [-1] * 200, [1] * 200, 1.0)
+    assert 60 < (out.tokens[:, 0] == 0).sum() < 140  # 100 expected, 5.6 sigma: false alarm 2e-8
 
 
 def test_deterministic_drafts_never_come_back_after_a_rejection():
