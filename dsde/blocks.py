@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockTable:
     """The blocks of one sequence in order of position."""
 

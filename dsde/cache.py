@@ -25,6 +25,10 @@ ATTENTION = "dsde_packed"
 _STRIP_ROWS = 64
 
 
+class CannotPack(ValueError):
+    """The model does not attend through transformers' attention interface."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive tokens of one sequence: ``ids`` stand at positions ``start``, ``start + 1``, ..."""
@@ -61,7 +65,9 @@ class PackedModel:
     Raises
     ------
     ValueError
-        The model is not a decoder, keeps recurrent state, bypasses the attention interface, or is in training mode.
+        The model is not a decoder, keeps recurrent state, or is in training mode.
+    CannotPack
+        The model bypasses the attention interface.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, block_size: int) -> None:
@@ -172,7 +178,7 @@ class PackedModel:
         except Exception as error:  # whatever a model does that was not written for a foreign attention function
             cause = error
         if cause is not None or len(self._store) != self.config.num_hidden_layers:
-            raise ValueError(
+            raise CannotPack(
                 f"model {name} cannot run packed: {len(self._store)} of {self.config.num_hidden_layers} layers attend "
                 f"through transformers' attention interface" + (f" ({cause})" if cause is not None else "")
             ) from cause

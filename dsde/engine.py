@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dsde_kernels as dk
 
-from .blocks import BlockManager
+from .blocks import BlockManager, BlockTable
 from .cache import PackedModel
 from .controllers import Controller, named
-from .proposer import Drafts, ModelProposer
+from .fallback import SequentialModel, load
+from .proposer import Drafts, ModelProposer, NgramProposer
 from .request import Completion, Request, SamplingParams, StepTrace
 from .sampling import RowParams
 from .scheduler import Entry, Scheduler
@@ -34,8 +35,9 @@ class Engine:
     ----------
     target : PreTrainedModel
         The model whose distribution the output has.
-    draft : PreTrainedModel, optional
-        The model that proposes; same tokenizer. Not needed when the controller never drafts.
+    draft : PreTrainedModel or "ngram", optional
+        The model that proposes; same tokenizer, any device and number format. "ngram" proposes what followed the
+        sequence's own last tokens when they occurred before. Not needed when the controller never drafts.
     controller : str or Controller
         "dsde", "static-K", "off", or an object with the protocol of `dsde.controllers.Controller`.
     tokenizer : PreTrainedTokenizerBase, optional
@@ -65,7 +67,7 @@ class Engine:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | Literal["ngram"] | None = None,
         controller: str | Controller = "dsde",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -78,6 +80,8 @@ class Engine:
         self.controller = named(controller)
         if self.controller.sl_limit > 0 and draft is None:
             raise ValueError(f"draft must be a model with controller {controller!r}, got None")
+        if isinstance(draft, str) and draft != "ngram":
+            raise ValueError(f'draft must be a model or "ngram", got {draft!r}')
         for name, value in (("block_size", block_size), ("max_sequences", max_sequences)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
@@ -85,11 +89,16 @@ class Engine:
             context = getattr(target.config.get_text_config(), "max_position_embeddings", _DEFAULT_POSITIONS)
             kv_blocks = min(max_sequences * -(-context // block_size), _DEFAULT_POSITIONS // block_size)
         self.blocks = BlockManager(kv_blocks, block_size)
-        self.target = PackedModel(target, kv_blocks * block_size, block_size)
-        self.draft: PackedModel | None = None
-        if draft is not None and self.controller.sl_limit > 0:
-            self.draft = PackedModel(draft, kv_blocks * block_size, block_size)
-        self.proposer = None if self.draft is None else ModelProposer(self.draft, self.target.vocabulary)
+        self.target = load(target, kv_blocks * block_size, block_size)
+        self.draft: PackedModel | SequentialModel | None = None
+        self.proposer: ModelProposer | NgramProposer | None = None
+        if self.controller.sl_limit == 0:
+            pass
+        elif isinstance(draft, str):
+            self.proposer = NgramProposer()
+        elif draft is not None:
+            self.draft = load(draft, kv_blocks * block_size, block_size)
+            self.proposer = ModelProposer(self.draft, self.target.vocabulary, self.target.device)
         self.scorer = Scorer(self.target)
         self.scheduler = Scheduler(
             self.blocks, max_sequences, max_tokens_per_step, None if self.draft is None else self.draft.context
@@ -198,14 +207,14 @@ class Engine:
             if self.proposer is not None:
                 drafts = self.proposer.propose(entries, requests, params)
             # Score: p at every drafted position and one more.
-            logits = self.scorer.score(entries, requests, drafts)
+            logits, raw = self.scorer.score(entries, requests, drafts)
             # Verify: KLD, rejection sampling and, for DSDE, the stability update, in one operation.
             result = self._verify(requests, params, drafts, logits) if requests else None
             # Adapt: the next step's speculation lengths.
             if result is not None:
                 self.controller.observe(requests, result)
             # Commit: tokens, cache lengths, blocks; whoever is done leaves.
-            ended = self._commit(entries, requests, drafts, result)
+            ended = self._commit(entries, requests, drafts, raw, result)
         self._steps += 1
         self._seconds += time.perf_counter() - start
         return ended
@@ -325,6 +334,7 @@ class Engine:
         entries: Sequence[Entry],
         requests: Sequence[Request],
         drafts: Drafts,
+        raw: Sequence[torch.Tensor | None],
         result: dk.Verification | dk.StepResult | None,
     ) -> list[Completion]:
         now = time.perf_counter()
@@ -361,7 +371,7 @@ class Engine:
             reason = None
             if request.error is None:
                 emitted = [t for t in tokens[i] if t >= 0]
-                reason = self._append(request, emitted, logprobs[i], now)
+                reason = self._append(request, emitted, logprobs[i], raw[i], now)
                 if reason is None and not ok[i]:
                     request.fail("the target's logits at the next position are NaN or hold no finite value")
             if request.id not in self._requests:  # aborted by its own callback
@@ -376,19 +386,28 @@ class Engine:
                 self.blocks.trim(request.table, len(request.tokens))
         return ended
 
-    def _append(self, request: Request, emitted: Sequence[int], logprobs: Sequence[float], now: float) -> str | None:
+    def _append(
+        self,
+        request: Request,
+        emitted: Sequence[int],
+        logprobs: Sequence[float],
+        raw: torch.Tensor | None,
+        now: float,
+    ) -> str | None:
         """Commit tokens up to where the request ends, if it does; returns the reason."""
         before, reason = len(request.tokens), None
         for token, logprob in zip(emitted, logprobs, strict=False):
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            if token in request.eos or (request.params.stop and self._completes_stop(request)):
+            if token in request.eos or self._stops(request):
                 reason = "stop"
             elif len(request.tokens) >= request.limit:
                 reason = "length"
             if reason is not None:
                 break
         new = request.tokens[before:]
+        if raw is not None:
+            request.logits.extend(raw[: len(new)])
         self._tokens += len(new)
         if new and request.first_token is None:
             request.first_token = now
@@ -398,6 +417,20 @@ class Engine:
             except Exception as cause:  # user code: only this request may suffer
                 request.fail(cause)
         return reason
+
+    def _stops(self, request: Request) -> bool:
+        """Whether a stop string or criterion of the request is met by its last token."""
+        params = request.params
+        if params.stop and self._completes_stop(request):
+            return True
+        if not params.stopping_criteria:
+            return False
+        prefix = torch.tensor([request.tokens], device=self.target.device)
+        try:
+            return any(bool(criterion(prefix)) for criterion in params.stopping_criteria)
+        except Exception as cause:  # user code: only this request may suffer
+            request.fail(cause)
+            return True
 
     def _completes_stop(self, request: Request) -> bool:
         """Whether the generated text now holds a stop string; only its end can have changed."""
@@ -410,6 +443,7 @@ class Engine:
 
     def _end(self, request: Request, reason: str) -> Completion:
         self.scheduler.remove(request)
+        request.table = BlockTable()  # whoever keeps the request keeps no cache with it
         del self._requests[request.id]
         return request.finish(reason)
 

@@ -1,4 +1,4 @@
-"""Draft worker: proposes each sequence's own number of tokens."""
+"""Draft workers: propose each sequence's own number of tokens, with a draft model or from the sequence itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import dsde_kernels as dk
 
 from .cache import PackedModel, Segment
+from .fallback import SequentialModel
 from .request import Request
 from .sampling import RowParams, process_logits
 from .scheduler import Entry
@@ -20,7 +21,7 @@ class Drafts:
     """A step's proposals in the ragged layout of `dsde_kernels`.
 
     ``tokens[i]`` are entry i's drafts; ``logits`` [N, Vd] are the raw draft logits they were drawn from, in the same
-    order, and ``threshold`` [N] their truncation thresholds (both None where nothing was drafted or truncated).
+    order, None for deterministic drafts; ``threshold`` [N] are their truncation thresholds, None without truncation.
     """
 
     tokens: list[list[int]]
@@ -41,11 +42,14 @@ class ModelProposer:
         The draft.
     vocabulary : int
         Width of the target's logits: no token beyond it is proposed.
+    device : torch.device
+        Where the target verifies.
     """
 
-    def __init__(self, model: PackedModel, vocabulary: int) -> None:
+    def __init__(self, model: PackedModel | SequentialModel, vocabulary: int, device: torch.device) -> None:
         self.model = model
         self.vocabulary = vocabulary
+        self.device = device
 
     def propose(self, entries: Sequence[Entry], requests: Sequence[Request], params: RowParams) -> Drafts:
         """Draft for one step.
@@ -62,6 +66,7 @@ class ModelProposer:
         Drafts
             In the order of `requests`.
         """
+        params = params.to(self.model.device)
         lengths = [e.sl for e in entries if e.verifies]
         drafts: list[list[int]] = [[] for _ in requests]
         live = [i for i, k in enumerate(lengths) if k > 0]
@@ -98,7 +103,11 @@ class ModelProposer:
             offset += 1
             live = [i for i in live if lengths[i] > offset]
             segments = [Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live]
-        return Drafts(drafts, logits, threshold)
+        return Drafts(
+            drafts,
+            None if logits is None else logits.to(self.device),
+            None if threshold is None else threshold.to(self.device),
+        )
 
     @staticmethod
     def cached_after(entry: Entry) -> int:
@@ -118,3 +127,30 @@ class ModelProposer:
         request = entry.request
         end = request.cached + entry.rows
         return Segment(request.tokens[request.draft_cached : end], request.draft_cached, request.table)
+
+
+class NgramProposer:
+    """Prompt lookup: the sequence's last tokens, where they occurred before, say what comes next.
+
+    The longest match of up to three tokens wins, and of equally long ones the most recent. Drafts are deterministic: q
+    is 1 at the proposed token. Without a match nothing is proposed.
+    """
+
+    _LONGEST = 3
+
+    def propose(self, entries: Sequence[Entry], requests: Sequence[Request], params: RowParams) -> Drafts:
+        """Draft for one step; arguments and result as `ModelProposer.propose`."""
+        lengths = [e.sl for e in entries if e.verifies]
+        return Drafts([self._lookup(r.tokens, k) for r, k in zip(requests, lengths, strict=True)])
+
+    def cached_after(self, entry: Entry) -> int:
+        """There is no draft cache."""
+        return 0
+
+    def _lookup(self, tokens: Sequence[int], k: int) -> list[int]:
+        text = "".join(map(chr, tokens)) if k else ""  # str.rfind is the fast search that Python has
+        for n in range(min(self._LONGEST, len(text) - 1), 0, -1):
+            found = text.rfind(text[-n:], 0, len(text) - 1)
+            if found >= 0:
+                return list(tokens[found + n : found + n + k])
+        return []

@@ -13,6 +13,7 @@ import torch
 from .blocks import BlockTable
 
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+StoppingCriterion = Callable[[torch.Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class SamplingParams:
     logits_processors : sequence of callable
         Called in order as ``processor(prefix [1, n] int64, logits [1, V]) -> logits [1, V]`` with the exact prefix of
         each position, on target and draft logits, before temperature and truncation.
+    stopping_criteria : sequence of callable
+        Called as ``criterion(prefix [1, n] int64) -> bool`` after every committed token; True ends the request there.
+    keep_logits : bool
+        Keep the target's raw logits of each generated token, before processors, in the completion.
 
     Raises
     ------
@@ -52,6 +57,8 @@ class SamplingParams:
     stop: Sequence[str] = ()
     eos: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    stopping_criteria: Sequence[StoppingCriterion] = ()
+    keep_logits: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
@@ -97,15 +104,17 @@ class Completion:
     """The end of a request.
 
     ``logprobs[i]`` is log p of ``token_ids[i]`` under the target's distribution after temperature and truncation (at
-    temperature 1 for greedy requests). ``finish_reason`` is "stop" (end-of-sequence id or stop string), "length",
-    "abort" or "error", the last with the reason in ``error``. ``ttft`` and ``latency`` are seconds since submission;
-    ``ttft`` is None if no token came.
+    temperature 1 for greedy requests); ``logits`` [generated, V] are the raw rows behind it, None unless asked for.
+    ``finish_reason`` is "stop" (end-of-sequence id, stop string or criterion), "length", "abort" or "error", the last
+    with the reason in ``error``. ``ttft`` and ``latency`` are seconds since submission; ``ttft`` is None if no token
+    came.
     """
 
     request_id: int
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
+    logits: torch.Tensor | None
     finish_reason: str
     error: str | None
     trace: list[StepTrace]
@@ -133,6 +142,7 @@ class Request:
     on_tokens: Callable[[Request, list[int]], Any] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
     trace: list[StepTrace] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     slot: int | None = None
@@ -170,6 +180,7 @@ class Request:
             prompt_ids=self.prompt_ids,
             token_ids=self.tokens[len(self.prompt_ids) :],
             logprobs=self.logprobs,
+            logits=torch.stack(self.logits) if self.logits else None,
             finish_reason=reason,
             error=self.error,
             trace=self.trace,

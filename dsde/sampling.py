@@ -43,6 +43,17 @@ class RowParams:
             truncation,
         )
 
+    def to(self, device: torch.device) -> RowParams:
+        """The same parameters on another device."""
+        if self.temperature.device == device:
+            return self
+        return RowParams(
+            self.temperature.to(device),
+            self.seed.to(device),
+            self.step.to(device),
+            None if self.truncation is None else tuple(t.to(device) for t in self.truncation),  # type: ignore[arg-type]
+        )
+
     def take(self, rows: torch.Tensor) -> RowParams:
         """The parameters of a selection (or repetition) of rows."""
         return RowParams(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .cache import PackedModel, Segment
+from .fallback import SequentialModel
 from .proposer import Drafts
 from .request import Request
 from .sampling import process_logits
@@ -16,10 +17,12 @@ from .scheduler import Entry
 class Scorer:
     """Runs the target on the step's pending tokens and drafts."""
 
-    def __init__(self, model: PackedModel) -> None:
+    def __init__(self, model: PackedModel | SequentialModel) -> None:
         self.model = model
 
-    def score(self, entries: Sequence[Entry], requests: Sequence[Request], drafts: Drafts) -> torch.Tensor:
+    def score(
+        self, entries: Sequence[Entry], requests: Sequence[Request], drafts: Drafts
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Target logits in the ragged layout of `dsde_kernels`.
 
         Parameters
@@ -33,8 +36,10 @@ class Scorer:
 
         Returns
         -------
-        Tensor [N + B, Vt]
-            For each request its drafted positions, then its bonus position; raw logits after its processors.
+        logits : Tensor [N + B, Vt]
+            For each request its drafted positions, then its bonus position; after its processors.
+        raw : list of Tensor [k_i + 1, Vt] or None
+            For each request that keeps logits, its rows as the model gave them.
         """
         segments: list[Segment] = []
         keep: list[int] = []
@@ -49,10 +54,12 @@ class Scorer:
             segments.append(Segment(ids, request.cached, request.table))
             row += len(ids)
         logits = self.model.forward(segments, keep=keep or [0])
+        raw: list[torch.Tensor | None] = []
         first = 0
         for request, tokens in zip(requests, drafts.tokens, strict=True):
+            raw.append(logits[first : first + len(tokens) + 1].clone() if request.params.keep_logits else None)
             if request.params.logits_processors:
                 for j in range(len(tokens) + 1):
                     process_logits(request, tokens[:j], logits[first + j])
             first += len(tokens) + 1
-        return logits
+        return logits, raw

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
 
 from dsde import Dsde, Engine, SamplingParams
+from dsde.proposer import NgramProposer
 from dsde_kernels import DsdeRule
-from tests.dsde.models import CONFIGS, VOCAB, build
+from tests.dsde.models import CONFIGS, VOCAB, build, weaken
 
 CONTROLLERS = ["off", "static-1", "static-4", "dsde"]
 NEW = 40
@@ -188,6 +192,91 @@ def test_stop_string_ends_inside_an_accepted_block(tiny):
         (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=NEW, stop=[stop, "never"]))
         assert done.token_ids == free[: text.index(stop) + 3]
         assert done.finish_reason == "stop"
+
+
+def test_stopping_criteria_see_every_committed_token(tiny):
+    target, _ = tiny("llama")
+    (prompt,) = prompts([6])
+    free = own_generate(target, prompt)
+    for length in (1, 4, 5, 9):
+        params = SamplingParams(max_new_tokens=NEW, stopping_criteria=[lambda p, n=length: p.shape[1] == 6 + n])
+        (done,) = Engine(target, target, "static-8").generate([prompt], params)
+        assert done.token_ids == free[:length] and done.finish_reason == "stop"
+
+    def raising(prefix):
+        raise RuntimeError("no opinion")
+
+    (done,) = Engine(target, target, "static-8").generate([prompt], SamplingParams(stopping_criteria=[raising]))
+    assert done.finish_reason == "error" and "no opinion" in done.error
+
+
+def test_kept_logits_are_the_raw_rows_of_the_generated_tokens(tiny):
+    target, draft = tiny("llama")
+    (prompt,) = prompts([6])
+    params = SamplingParams(max_new_tokens=NEW, logits_processors=[lambda _, x: x.roll(1)], keep_logits=True)
+    (done,) = Engine(target, draft, "static-4").generate([prompt], params)
+    with torch.inference_mode():
+        expected = target(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+    torch.testing.assert_close(done.logits, expected, rtol=1e-4, atol=1e-5)
+    assert done.token_ids == [(i + 1) % VOCAB for i in expected.argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("controller", ["static-4", "dsde"])
+def test_ngram_drafts(tiny, controller):
+    target, _ = tiny("llama")
+    batch = [[1, 2, 3, 4, 5, 1, 2, 3], *prompts([1, 20])]
+    engine = Engine(target, "ngram", controller)
+    done = engine.generate(batch, SamplingParams(max_new_tokens=100))
+    assert [c.token_ids for c in done] == [own_generate(target, p, 100) for p in batch]
+    assert engine.stats()["drafted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),  # three tokens match
+        ([7, 3, 5, 8, 3, 6, 3], [6, 3]),  # the most recent of two
+        ([2, 3, 4, 8, 3, 6, 2, 3], [4, 8, 3]),  # the longer one wins over the more recent
+        ([1, 1, 1], [1]),  # a match may overlap
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_prompt_lookup_takes_the_longest_then_the_most_recent_match(tokens, drafts):
+    assert NgramProposer()._lookup(tokens, 3) == drafts
+    assert NgramProposer()._lookup(tokens, 0) == []
+
+
+def test_draft_in_another_number_format(tiny):
+    target, draft = tiny("llama")
+    batch = prompts([5, 9])
+    engine = Engine(target, copy.deepcopy(draft).bfloat16(), "static-4")
+    done = engine.generate(batch, SamplingParams(max_new_tokens=NEW))
+    assert [c.token_ids for c in done] == [own_generate(target, p) for p in batch]
+    assert engine.stats()["accepted"] > 0
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_models_with_their_own_attention_run_sequentially(family):
+    if family == "bloom":
+        config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    else:
+        config = FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3
+        )
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    batch = prompts([5, 12, 1])
+    with pytest.warns(UserWarning, match="one sequence at a time"):
+        engine = Engine(
+            target, weaken(target), "dsde", max_tokens_per_step=8, max_sequences=3, kv_blocks=12, block_size=8
+        )
+    done = engine.generate(batch, SamplingParams(max_new_tokens=NEW))
+    assert [c.token_ids for c in done] == [own_generate(target, p, pad_token_id=0) for p in batch]
+    stats = engine.stats()
+    assert 0 < stats["accepted"] < stats["drafted"]
+    assert len(engine.target._caches) == 0
 
 
 def test_on_tokens_streams_every_token_once(tiny):
