@@ -11,10 +11,11 @@ def log_softmax(logits: Tensor, temperature: Tensor | None = None, threshold: Te
 
     A row with NaN or without a finite logit comes back with NaN. One new matrix is held, whatever is asked for.
     """
+    z = logits.float()
     if temperature is None and threshold is None:
-        return torch.log_softmax(logits, -1, dtype=torch.float32)
+        return torch.log_softmax(z, -1, out=None if z is logits else z)
     # The maximum goes first: logit / T alone overflows at very small temperatures.
-    z = logits - logits.amax(-1, keepdim=True).float()
+    z = torch.sub(z, z.amax(-1, keepdim=True), out=None if z is logits else z)
     if temperature is not None:
         z.div_(temperature[:, None])
     if threshold is not None:

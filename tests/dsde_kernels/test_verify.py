@@ -465,8 +465,10 @@ def test_uninitialised_memory_is_never_used(monkeypatch):
     assert_equal(verify(**arguments), want)
 
 
-def test_peak_memory_is_two_copies_of_the_draft_rows():
-    arguments = batch([4] * 8, vocabulary=20_000, temperature=(1.0,))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_peak_memory_is_two_copies_of_the_draft_rows(temperature, dtype):
+    arguments = batch([4] * 8, vocabulary=20_000, temperature=(temperature,), dtype=dtype)
     budget = 2 * 32 * 20_000 * 4
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         verify(**arguments)
@@ -483,8 +485,15 @@ def test_peak_memory_is_two_copies_of_the_draft_rows():
 TRIALS, WIDTH = 200_000, 16
 
 
-def two_tokens(table, device, mark=lambda tokens, drafts: tokens):
-    """First two tokens of TRIALS decodings of a chain, `table[0]` then `table[1 + first]`, with one or two steps."""
+@pytest.fixture(scope="module")
+def table(device):
+    """Target logits of a chain: row 0 first, then row 1 + first token."""
+    return (torch.randn(WIDTH + 1, WIDTH, generator=torch.Generator().manual_seed(3)) * 0.6).to(device)
+
+
+@pytest.fixture(scope="module")
+def decoded(table, device):
+    """First two tokens of TRIALS decodings, in one step or two, and the first step's drafts."""
     seed = torch.arange(TRIALS, device=device)
     zero, ones = torch.zeros_like(seed), torch.ones(TRIALS, device=device)
     start = table[:1].expand(TRIALS, -1)
@@ -495,7 +504,7 @@ def two_tokens(table, device, mark=lambda tokens, drafts: tokens):
     drafts = torch.stack((first, second), 1)
     cu = torch.arange(0, 2 * TRIALS + 1, 2, device=device)
     out = verify(target, draft, drafts.view(-1), cu, temperature=ones, seed=seed, step=zero, max_draft=2)
-    tokens = mark(out.tokens[:, :2].clone(), drafts)
+    tokens = out.tokens[:, :2].clone()
     # Rejected at once: a second step, again with a draft.
     short = tokens[:, 1] < 0
     seed, ones = seed[short], ones[short]
@@ -505,7 +514,7 @@ def two_tokens(table, device, mark=lambda tokens, drafts: tokens):
     cu = torch.arange(len(seed) + 1, device=device)
     again = verify(row.repeat_interleave(2, 0), -row, draft, cu, temperature=ones, seed=seed, step=step, max_draft=1)
     tokens[short, 1] = again.tokens[:, 0]
-    return tokens.cpu()
+    return tokens.cpu(), drafts.cpu()
 
 
 def chi_square(tokens, table):
@@ -521,24 +530,17 @@ def chi_square(tokens, table):
     )
 
 
-def table(device):
-    return (torch.randn(WIDTH + 1, WIDTH) * 0.6).to(device)
-
-
-def test_emitted_tokens_have_the_target_distribution(device):
-    logits = table(device)
-    single, pair = chi_square(two_tokens(logits, device), logits)
+def test_emitted_tokens_have_the_target_distribution(decoded, table):
+    single, pair = chi_square(decoded[0], table)
     assert single > 1e-6  # false alarm: 1e-6 each
     assert pair > 1e-6
 
 
-def test_the_same_test_catches_a_bias_of_three_percent(device):
-    # Three in a hundred first tokens are the draft's, whatever verification said.
-    def plant(tokens, drafts):
-        return torch.where((torch.arange(TRIALS, device=device) % 100 < 3)[:, None], drafts, tokens)
-
-    logits = table(device)
-    single, pair = chi_square(two_tokens(logits, device, plant), logits)
+def test_the_same_test_catches_a_bias_of_three_percent(decoded, table):
+    # Three decodings in a hundred keep their drafts, whatever verification said.
+    tokens, drafts = decoded
+    kept = torch.arange(TRIALS) % 100 < 3
+    single, pair = chi_square(torch.where(kept[:, None], drafts, tokens), table)
     assert single < 1e-6
     assert pair < 1e-6
 
