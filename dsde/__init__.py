@@ -2,6 +2,18 @@
 
 from .controllers import Controller, Dsde, Static
 from .engine import Engine
+from .generate import Decoder, patch
 from .request import Completion, Request, SamplingParams, StepTrace
 
-__all__ = ["Completion", "Controller", "Dsde", "Engine", "Request", "SamplingParams", "Static", "StepTrace"]
+__all__ = [
+    "Completion",
+    "Controller",
+    "Decoder",
+    "Dsde",
+    "Engine",
+    "Request",
+    "SamplingParams",
+    "Static",
+    "StepTrace",
+    "patch",
+]

@@ -1,0 +1,273 @@
+"""The decoding loop that transformers calls: a prepared batch in, sequences out."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..controllers import Static
+from ..engine import Engine
+from ..models import check_tokenizers
+from ..request import Completion, SamplingParams
+from .batch import ColumnStream, assemble, full_output, left_padding
+from .options import MODES, default, hand_back_reason, refuse_inputs, refuse_options
+from .rows import Row, refuse_stateful, split_criteria, split_tail
+
+# Decoding lends both models to the engine for a while, and two decoders may share a model: one call at a time.
+_TURN = threading.RLock()
+
+
+class Decoder:
+    """A decoding loop for ``model.generate(..., custom_generate=decoder)``.
+
+    Parameters
+    ----------
+    draft : PreTrainedModel or "ngram", optional
+        What proposes tokens; None needs ``controller="off"``.
+    streamer : BaseStreamer, optional
+        Gets the prompt, the tokens one at a time, and the end. (transformers keeps a streamer given to ``generate``
+        from a custom loop.)
+    stop_strings : str or list of str, optional
+        Strings that end a row; need `tokenizer`. (transformers refuses them beside a custom loop.)
+    tokenizer, draft_tokenizer : PreTrainedTokenizerBase, optional
+        If both are known, here or from where the models were loaded, they must agree token by token.
+    **engine_options
+        For `dsde.Engine`, for example ``controller`` or ``kv_blocks``.
+
+    Notes
+    -----
+    The engine is made at the first call and kept. Calls from several threads take turns.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel | Literal["ngram"] | None,
+        *,
+        streamer: Any = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        **engine_options: Any,
+    ) -> None:
+        if stop_strings is not None and tokenizer is None:
+            raise ValueError(f"stop_strings need a tokenizer, got {stop_strings!r} without one")
+        self.draft = draft
+        self.streamer = streamer
+        self.stop_strings = stop_strings
+        self.tokenizer = tokenizer
+        self.draft_tokenizer = draft_tokenizer
+        self.engine_options = engine_options
+        self._engine: Engine | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._warned: set[str] = set()
+
+    def __call__(self, model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        """Called by transformers; returns what ``model.generate`` returns."""
+        if self.stop_strings is not None:
+            assert self.tokenizer is not None
+            stop = StopStringCriteria(tokenizer=self.tokenizer, stop_strings=self.stop_strings)
+            prepared["stopping_criteria"].append(stop)
+        return self.decode(model, input_ids, streamer=self.streamer, **prepared)
+
+    def decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Decode a batch that transformers prepared.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            The target.
+        input_ids : Tensor [B, n] int64
+            Left-padded prompts.
+        logits_processor, stopping_criteria, generation_config
+            As transformers prepared them.
+        streamer : BaseStreamer, optional
+            As for the class.
+        **inputs
+            The prepared inputs of the model.
+
+        Raises
+        ------
+        ValueError
+            Anything that is not supported, by name, before the first forward pass.
+        RuntimeError
+            A row cannot be continued: its logits are NaN or all masked.
+        """
+        config = generation_config
+        mode = config.get_generation_mode()
+        if mode not in MODES:
+            raise ValueError(f"{mode.value.replace('_', ' ')} cannot run in a Decoder; dsde.patch hands it back")
+        length, eos, criteria = split_criteria(stopping_criteria)
+        reason = hand_back_reason(model, mode) or _beyond_context(model, length)
+        if reason is not None:
+            self.warn(reason)
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            prepared = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, **inputs}
+            return model._sample(input_ids, generation_config=config, streamer=streamer, **prepared)
+        refuse_options(config)
+        refuse_inputs(inputs)
+        refuse_stateful([*logits_processor, *stopping_criteria])
+        pad = getattr(config, "_pad_token_tensor", None)
+        if pad is None and len(input_ids) > 1 and (criteria or eos):
+            raise ValueError("pad_token_id is needed: rows may end at different lengths")
+        pad_id = 0 if pad is None else int(pad)
+
+        starts = left_padding(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
+        max_new_tokens = length - input_ids.shape[1]
+        if max_new_tokens < 1:
+            raise ValueError(f"max_length must exceed the prompt's {input_ids.shape[1]} tokens, got {length}")
+        rest, tail = split_tail(logits_processor, config.do_sample)
+        # Drawn from torch's own generator, so that torch.manual_seed makes a sampled call repeatable.
+        seeds = torch.randint(2**63 - 1, (len(input_ids),)).tolist() if config.do_sample else [0] * len(input_ids)
+        keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+        with _TURN:
+            engine = self.prepare(model)
+            failures: list[Exception] = []
+            rows = [
+                Row(
+                    i,
+                    config.num_return_sequences,
+                    ids[None, :start].to(model.device),
+                    engine.target.vocabulary,
+                    failures,
+                )
+                for i, (ids, start) in enumerate(zip(input_ids, starts, strict=True))
+            ]
+            params = [
+                SamplingParams(
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                    eos=tuple(eos),
+                    logits_processors=[row.processor(p) for p in rest],
+                    stopping_criteria=[row.criterion(c) for c in criteria],
+                    keep_logits=keep,
+                    **tail,
+                )
+                for row, seed in zip(rows, seeds, strict=True)
+            ]
+            prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
+            usual = engine.controller
+            if config.num_assistant_tokens != default("num_assistant_tokens") and usual.sl_limit > 0:
+                engine.controller = Static(config.num_assistant_tokens)
+            try:
+                stream = None if streamer is None else ColumnStream(streamer, pad_id)
+                if stream is not None:
+                    stream.start(input_ids)
+                done = _run(engine, prompts, params, stream, failures)
+            finally:
+                engine.controller = usual
+        sequences = assemble(input_ids, done, pad_id)
+        if not config.return_dict_in_generate:
+            return sequences
+        if not keep:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return full_output(sequences, done, rows, logits_processor, config)
+
+    def prepare(self, model: PreTrainedModel) -> Engine:
+        """The engine for `model`: kept from call to call, made anew when a model has moved or changed its format.
+
+        Raises
+        ------
+        ValueError
+            The tokenizers disagree, or `dsde.Engine` refuses a model or an option.
+        RuntimeError
+            Called from within one of its own calls, for example by a logits processor.
+        """
+        with _TURN:
+            draft = self.draft
+            now: tuple[Any, ...] = (model, model.device, model.dtype)
+            if isinstance(draft, PreTrainedModel):
+                now += (draft.device, draft.dtype)
+            if self._engine is None or self._made_for != now:
+                self._engine = None  # its cache goes before the next one's is allocated
+                self._check_tokenizers(model)
+                self._engine = Engine(model, draft, **self.engine_options)
+                self._made_for = now
+            if self._engine.has_work:
+                raise RuntimeError("generate was called from within its own decoding loop")
+            return self._engine
+
+    def for_draft(self, draft: PreTrainedModel | Literal["ngram"] | None) -> Decoder:
+        """A decoder like this one with that draft; itself if it is the same."""
+        if draft is self.draft:
+            return self
+        other = copy.copy(self)
+        other.draft, other.draft_tokenizer, other._engine = draft, None, None
+        return other
+
+    def warn(self, reason: str) -> None:
+        """Say once that calls of this kind run in transformers' own loop."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"dsde hands this call back to transformers: {reason}", stacklevel=4)
+
+    def _check_tokenizers(self, model: PreTrainedModel) -> None:
+        if not isinstance(self.draft, PreTrainedModel):
+            return
+        ours = self.tokenizer or _stored_tokenizer(model)
+        theirs = self.draft_tokenizer or _stored_tokenizer(self.draft)
+        if ours is not None and theirs is not None and ours is not theirs:
+            check_tokenizers(ours, theirs)
+
+
+def _run(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    stream: ColumnStream | None,
+    failures: Sequence[Exception],
+) -> list[Completion]:
+    """Decode all rows to their end; whatever goes wrong leaves nothing behind in the engine."""
+    requests = []
+    try:
+        # All are submitted, and so accepted, before anything is computed.
+        for prompt, own in zip(prompts, params, strict=True):
+            requests.append(engine.submit(prompt, own))
+        while any(r.completion is None for r in requests):
+            failed = [c for c in engine.step() if c.finish_reason == "error"]
+            if failures:
+                raise failures[0]
+            if failed:
+                raise RuntimeError(failed[0].error)
+            if stream is not None:
+                stream.update(requests)
+        if stream is not None:
+            stream.end()
+    finally:
+        for request in requests:
+            if request.completion is None:
+                engine.abort(request.id)
+    return [r.completion for r in requests if r.completion is not None]
+
+
+def _beyond_context(model: PreTrainedModel, length: int) -> str | None:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and length > context:
+        return f"max_length {length} is beyond the context of {context} tokens"
+    return None
+
+
+def _stored_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies where the model was loaded from, if it is on this machine."""
+    name = getattr(model, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True) if name else None
+    except Exception:  # a folder without a tokenizer, or one that needs packages or code which are not here
+        return None
