@@ -58,7 +58,8 @@ def default(name: str) -> Any:
 def hand_back_reason(model: PreTrainedModel, mode: GenerationMode) -> str | None:
     """Why a call belongs to transformers' own loop; None if it belongs here."""
     name = type(model).__name__
-    if mode not in MODES:
+    # What would start transformers' assisted generation is either taken over or refused by name.
+    if mode not in (*MODES, GenerationMode.ASSISTED_GENERATION):
         return f"{mode.value.replace('_', ' ')} is not speculative"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder model"

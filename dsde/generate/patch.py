@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import types
 from typing import Any, Literal
 
 import torch
@@ -97,8 +96,8 @@ class Patch:
         self.undo()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy of a patched model is not patched: it gets the method of its class.
-        return types.MethodType, (type(self.model).generate, self.model)
+        # The copy of a patched model is not patched: it gets what its class has.
+        return functools.partial, (type(self.model).generate, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take the arguments of ``generate`` and return what it returns."""

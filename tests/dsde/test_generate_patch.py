@@ -1,0 +1,307 @@
+"""Patching and un-patching, threads, calls handed back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from dsde import Decoder, patch
+from tests.dsde.generate_support import batch
+from tests.dsde.models import build, weaken
+
+NEW = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture
+def pair(tiny):
+    target, draft = tiny("llama")
+    yield target, draft
+    assert "generate" not in vars(target)  # every test leaves the model as it was
+
+
+class TestPatch:
+    def test_undo_removes_the_attribute(self, pair):
+        target, draft = pair
+        patched = patch(target, draft)
+        assert target.generate is patched
+        patched.undo()
+        patched.undo()
+        assert "generate" not in vars(target)
+        assert target.generate.__func__ is type(target).generate
+
+    def test_an_exception_unpatches(self, pair):
+        target, draft = pair
+        with pytest.raises(KeyError), patch(target, draft):
+            raise KeyError
+
+    def test_nested(self, pair):
+        target, draft = pair
+        with patch(target, draft) as outer:
+            with patch(target, "ngram") as inner:
+                assert target.generate is inner
+            assert target.generate is outer
+
+    def test_undone_in_any_order(self, pair):
+        target, draft = pair
+        first, second = patch(target, draft), patch(target, "ngram")
+        first.undo()
+        assert target.generate is second
+        second.undo()
+        assert "generate" not in vars(target)
+
+    def test_a_generate_of_the_instance_comes_back(self, pair):
+        target, draft = pair
+        target.generate = own = object()
+        with patch(target, draft):
+            pass
+        assert target.generate is own
+        del target.generate
+
+    def test_the_engine_is_kept(self, pair):
+        target, draft = pair
+        with patch(target, draft) as patched:
+            target.generate(**batch(), **NEW)
+            engine = patched.decoder.prepare(target)
+            target.generate(**batch(), **NEW)
+            assert patched.decoder.prepare(target) is engine
+            assert engine.stats()["drafted"] > 0
+            assert engine.stats()["free_blocks"] == engine.stats()["blocks"]
+
+    def test_a_model_that_changes_its_format_gets_a_new_engine(self):
+        target = build("llama")
+        draft = weaken(target)
+        with patch(target, draft) as patched:
+            engine = patched.decoder.prepare(target)
+            target.to(torch.bfloat16)
+            target.generate(**batch(), **NEW)
+            assert patched.decoder.prepare(target) is not engine
+
+    def test_copies_are_not_patched(self, pair):
+        target, draft = pair
+        with patch(target, draft):
+            twins = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
+        for twin in twins:
+            assert twin.generate.args == (twin,)
+            assert torch.equal(twin.generate(**batch(), **NEW), target.generate(**batch(), **NEW))
+
+    def test_the_attention_implementation_comes_back(self, pair):
+        target, draft = pair
+        before = target.config._attn_implementation
+        with patch(target, draft):
+            target.generate(**batch(), **NEW)
+            assert target.config._attn_implementation == before
+
+    def test_a_bad_option_is_said_at_once(self, pair):
+        with pytest.raises(ValueError, match="controller"):
+            patch(*pair, controller="fastest")
+
+    def test_without_a_draft_plain_calls_run_as_before(self, pair):
+        target, draft = pair
+        want = target.generate(**batch(), **NEW)
+        with patch(target) as patched:
+            assert torch.equal(target.generate(**batch(), **NEW), want)
+            assert patched.decoder._engine is None
+            assert torch.equal(target.generate(**batch(), **NEW, assistant_model=draft), want)
+            assert patched.decoder._engine.draft.model is draft
+            assert torch.equal(target.generate(**batch(), **NEW, prompt_lookup_num_tokens=4), want)
+
+    def test_outputs_can_take_part_in_autograd(self, pair):
+        target, draft = pair
+        with patch(target, draft):
+            out = target.generate(**batch(), **NEW, return_dict_in_generate=True, output_logits=True)
+        assert not out.sequences.is_inference() and not out.logits[0].is_inference()
+
+
+def test_threads_take_turns(pair):
+    target, draft = pair
+    inputs = [batch(seed=s) for s in range(4)]
+    want = [target.generate(**i, **NEW) for i in inputs]
+    got = [None] * 4
+
+    def work(n):
+        got[n] = target.generate(**inputs[n], **NEW)
+
+    with patch(target, draft):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+class TestHandedBack:
+    @pytest.mark.parametrize(
+        "options", [{"num_beams": 3}, {"num_beams": 2, "do_sample": True}, {"max_new_tokens": 125}], ids=str
+    )
+    def test_one_warning_and_the_same_output(self, pair, options):
+        target, draft = pair
+        torch.manual_seed(3)
+        want = target.generate(**batch(), **NEW | options)
+        with patch(target, draft), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                torch.manual_seed(3)
+                assert torch.equal(target.generate(**batch(), **NEW | options), want)
+        assert sum("hands this call back" in str(w.message) for w in seen) == 1
+
+    def test_a_recurrent_model(self, pair):
+        config = MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, eos_token_id=None)
+        mamba = MambaForCausalLM(config).eval()
+        ids = torch.tensor([[5, 6, 7]])
+        want = mamba.generate(ids, **NEW)
+        with patch(mamba, pair[1]), pytest.warns(UserWarning, match="state that cannot be rolled back"):
+            assert torch.equal(mamba.generate(ids, **NEW), want)
+
+    def test_an_encoder_decoder_model(self, pair):
+        config = T5Config(
+            vocab_size=61, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+        t5 = T5ForConditionalGeneration(config).eval()
+        ids = torch.tensor([[5, 6, 7]])
+        want = t5.generate(ids, **NEW)
+        with patch(t5, pair[1]), pytest.warns(UserWarning, match="encoder-decoder"):
+            assert torch.equal(t5.generate(ids, **NEW), want)
+
+    def test_training_mode(self):
+        target = build("llama")
+        with patch(target, weaken(target)):
+            target.train()
+            with pytest.warns(UserWarning, match="training mode"):
+                target.generate(**batch(), **NEW)
+
+    def test_a_callers_own_loop_runs(self, pair):
+        target, draft = pair
+        with patch(target, draft):
+            assert target.generate(**batch(), **NEW, custom_generate=lambda model, input_ids, **_: "own") == "own"
+
+    def test_a_decoder_names_what_it_cannot_hand_back(self, pair):
+        target, draft = pair
+        with pytest.raises(ValueError, match="beam search"):
+            target.generate(**batch(), **NEW, num_beams=2, custom_generate=Decoder(draft))
+
+
+REFUSED = {
+    "guidance_scale": 1.5,
+    "token_healing": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "use_cache": False,
+    "cache_implementation": "static",
+    "prefill_chunk_size": 4,
+    "assistant_confidence_threshold": 0.1,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_early_exit": 1,
+    "max_matching_ngram_size": 5,
+    "synced_gpus": True,
+    "inputs_embeds": torch.zeros(5, 7, 32),
+    "past_key_values": DynamicCache(),
+    "negative_prompt_ids": torch.ones(5, 2, dtype=torch.long),
+}
+
+
+class TestRefused:
+    @pytest.fixture(autouse=True)
+    def no_compute(self, pair, monkeypatch):
+        """Refusals come before any forward pass."""
+        with patch(*pair):
+            for model in pair:
+                monkeypatch.setattr(model, "forward", functools.wraps(model.forward)(self.computes))
+            yield
+
+    @staticmethod
+    def computes(*_, **__):
+        raise AssertionError("a forward pass")
+
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_by_name(self, pair, name):
+        with pytest.raises(ValueError, match=name):
+            pair[0].generate(**batch(), **NEW, **{name: REFUSED[name]})
+
+    def test_a_processor_with_state(self, pair):
+        marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])
+        with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor"):
+            pair[0].generate(**batch(), **NEW, watermarking_config=marks)
+
+    def test_right_padding(self, pair):
+        inputs = batch()
+        inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+        with pytest.raises(ValueError, match="attention_mask"):
+            pair[0].generate(**inputs, **NEW)
+
+    def test_other_positions(self, pair):
+        with pytest.raises(ValueError, match="position_ids"):
+            pair[0].generate(**batch(), **NEW, position_ids=torch.arange(1, 8).expand(5, 7))
+
+    def test_another_input(self, pair):
+        with pytest.raises(ValueError, match="pixel_values"):
+            pair[0].generate(**batch(), **NEW, pixel_values=torch.zeros(1))
+
+    def test_a_typing_error(self, pair):
+        with pytest.raises(ValueError, match="temperatur"):
+            pair[0].generate(**batch(), **NEW, temperatur=1.0)
+
+    def test_stop_strings_without_a_tokenizer(self, pair):
+        with pytest.raises(ValueError, match="stop_strings"):
+            pair[0].generate(**batch(), **NEW, stop_strings="end")
+
+    def test_no_padding_id_for_rows_that_stop(self, pair):
+        options = NEW | {"pad_token_id": None, "max_time": 10.0}
+        with pytest.raises(ValueError, match="pad_token_id"):
+            pair[0].generate(**batch(), **options)
+
+
+def test_a_request_that_never_fits_is_refused_before_any_compute(pair):
+    target, draft = pair
+    with patch(target, draft, kv_blocks=1, block_size=8) as patched:
+        with pytest.raises(ValueError, match="KV positions"):
+            target.generate(**batch(), **NEW)
+        assert patched.decoder.prepare(target).stats()["steps"] == 0
+
+
+class TestFailures:
+    def test_the_exception_of_a_processor_reaches_the_caller(self, pair):
+        target, draft = pair
+
+        def broken(ids, scores):
+            raise LookupError("no such word")
+
+        with patch(target, draft) as patched:
+            with pytest.raises(LookupError, match="no such word"):
+                target.generate(**batch(), **NEW, logits_processor=LogitsProcessorList([broken]))
+            engine = patched.decoder.prepare(target)
+            assert engine.stats()["free_blocks"] == engine.stats()["blocks"]
+            target.generate(**batch(), **NEW)
+
+    def test_a_call_from_within_is_refused(self, pair):
+        target, draft = pair
+
+        def inner(ids, scores):
+            target.generate(ids, **NEW)
+
+        with patch(target, draft), pytest.raises(RuntimeError, match="within"):
+            target.generate(**batch(), **NEW, logits_processor=LogitsProcessorList([inner]))
+
+    def test_logits_without_a_finite_value(self, pair):
+        target, draft = pair
+
+        def mask_all(ids, scores):
+            return torch.full_like(scores, -torch.inf)
+
+        with patch(target, draft), pytest.raises(RuntimeError, match="NaN or hold no finite"):
+            target.generate(**batch(), **NEW, logits_processor=LogitsProcessorList([mask_all]))
