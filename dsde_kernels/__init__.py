@@ -3,6 +3,7 @@
 Notation: p is the target's distribution, q the draft's; B sequences with k_i >= 0 drafts each, N drafts in all.
 """
 
+from . import ops as ops  # registers them with torch.library
 from .backend import use_backend
 from .kld import kl_divergence
 from .sampling import sample, truncation_threshold

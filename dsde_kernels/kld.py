@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from .backend import require_backend
+from .backend import traced, use_triton
 from .checks import check_logits, check_range, check_vector
 from .rows import log_softmax, row_sum
 
@@ -65,16 +65,26 @@ def kl_divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Tens
     ValueError
         Wrong shape, dtype or device, or a temperature below 0 (read on CPU tensors only).
     """
-    check_logits("target_logits", target_logits)
-    rows, device = target_logits.shape[0], target_logits.device
-    check_logits("draft_logits", draft_logits, rows, device)
     if isinstance(temperature, (int, float)):
         if not temperature >= 0:
             raise ValueError(f"temperature must not be negative; got {temperature}")
+        rows, device = target_logits.shape[0], target_logits.device
         temperature = None if temperature in (0, 1) else torch.full((rows,), float(temperature), device=device)
-    elif temperature is not None:
+    run = torch.ops.dsde_kernels.kl_divergence if traced(target_logits) else run_kl_divergence
+    return run(target_logits, draft_logits, temperature)
+
+
+def run_kl_divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Tensor | None) -> Tensor:
+    check_logits("target_logits", target_logits)
+    rows, device = target_logits.shape[0], target_logits.device
+    check_logits("draft_logits", draft_logits, rows, device)
+    if temperature is not None:
         check_vector("temperature", temperature, rows, device, integer=False)
         check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
+    if use_triton(device):
+        from .kld_kernel import kl_divergence_triton
+
+        return kl_divergence_triton(target_logits, draft_logits, temperature)
+    if temperature is not None:
         temperature = temperature.masked_fill(temperature == 0, 1.0)
-    require_backend()
     return kl_divergence_torch(target_logits, draft_logits, temperature)

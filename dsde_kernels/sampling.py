@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import rng
-from .backend import require_backend
+from .backend import traced, use_triton
 from .checks import check_logits, check_range, check_vector
 from .rows import argmax, log_softmax
 
@@ -63,6 +63,13 @@ def sample(
     ValueError
         Wrong shape, dtype or device, or a temperature below 0 (read on CPU tensors only).
     """
+    run = torch.ops.dsde_kernels.sample if traced(logits) else run_sample
+    return run(logits, temperature, seed, step, offset, threshold)
+
+
+def run_sample(
+    logits: Tensor, temperature: Tensor, seed: Tensor, step: Tensor, offset: Tensor, threshold: Tensor | None
+) -> Tensor:
     check_logits("logits", logits)
     rows, device = logits.shape[0], logits.device
     check_vector("temperature", temperature, rows, device, integer=False)
@@ -72,7 +79,10 @@ def sample(
     if threshold is not None:
         check_vector("threshold", threshold, rows, device, integer=False)
     check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
-    require_backend()
+    if use_triton(device):
+        from .sampling_kernel import sample_triton
+
+        return sample_triton(logits, temperature, seed, step, offset, threshold)
     return sample_torch(logits, temperature, seed, step, offset, threshold)
 
 
@@ -134,6 +144,13 @@ def truncation_threshold(
     ValueError
         Wrong shape, dtype or device; temperature, top_p or min_p out of range (read on CPU tensors only).
     """
+    run = torch.ops.dsde_kernels.truncation_threshold if traced(logits) else run_truncation_threshold
+    return run(logits, temperature, top_k, top_p, min_p)
+
+
+def run_truncation_threshold(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
     check_logits("logits", logits)
     rows, device = logits.shape[0], logits.device
     check_vector("temperature", temperature, rows, device, integer=False)
@@ -146,5 +163,8 @@ def truncation_threshold(
     if min_p is not None:
         check_vector("min_p", min_p, rows, device, integer=False)
         check_range("min_p", min_p, 0.0, 1.0)
-    require_backend()
+    if use_triton(device):
+        from .threshold_kernel import truncation_threshold_triton
+
+        return truncation_threshold_triton(logits, temperature, top_k, top_p, min_p)
     return truncation_threshold_torch(logits, temperature, top_k, top_p, min_p)

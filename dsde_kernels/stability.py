@@ -26,12 +26,14 @@ Edge rules
 * Both roundings go to the nearest integer, halves up.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import require_backend
+from .backend import traced, use_triton
 from .checks import check_device, check_vector
 
 _CAPS = ("nearest", "floor", "ceil", None)
@@ -106,6 +108,17 @@ class DsdeRule:
             if not fine:
                 raise ValueError(f"{name} must be {wanted}; got {getattr(self, name)!r}")
 
+    def numbers(self) -> list[float]:
+        """The fields as numbers, `cap` by its place among the choices: an argument for a registered op."""
+        return [float(_CAPS.index(x) if name == "cap" else x) for name, x in vars(self).items()]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> "DsdeRule":
+        """The rule that `numbers` came from."""
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)} | {"cap": int}
+        values = {name: kind(x) for (name, kind), x in zip(kinds.items(), numbers, strict=True)}
+        return cls(**values | {"cap": _CAPS[values["cap"]]})
+
     @classmethod
     def released_code(cls) -> "DsdeRule":
         """The constants of the authors' released code, where it departs from the paper."""
@@ -153,11 +166,21 @@ class StabilityState:
         self._start = start.to(device)
         age = torch.arange(window - 1, -1, -1)
         weight = rule.decay ** age.float()
-        self.weights = torch.stack((weight * (age < rule.short_window), weight)).to(device)  # of the two variances
-        self.table = self._start.repeat(capacity, 1)
-        integers = self.table.view(torch.int32)
-        self.mean_kld, self.wvir = self.table[:, window + 2], self.table[:, window + 3]
+        weights = torch.stack((weight * (age < rule.short_window), weight)).to(device)  # of the two variances
+        self._hold(self._start.repeat(capacity, 1), weights)
+
+    def _hold(self, table: Tensor, weights: Tensor) -> None:
+        self.table, self.weights = table, weights
+        integers = table.view(torch.int32)
+        self.mean_kld, self.wvir = table[:, -6], table[:, -5]
         self.drafted, self.sl, self.sl_max = integers[:, -4], integers[:, -2], integers[:, -1]
+
+    @classmethod
+    def of(cls, table: Tensor, weights: Tensor) -> "StabilityState":
+        """A state on the storage of another one, which a registered op gets as tensors."""
+        state = cls.__new__(cls)
+        state._hold(table, weights)
+        return state
 
     def reset(self, slots: Tensor) -> None:
         """Set `slots` ([n] int64 or int32) to the start of a request."""
@@ -298,6 +321,22 @@ def stability_update(
     ValueError
         Wrong shape, dtype or device.
     """
+    if traced(kld):
+        arguments = (slots, kld, cu_draft, num_accepted, rule.numbers(), temperature, ok)
+        return torch.ops.dsde_kernels.stability_update(state.table, state.weights, *arguments)
+    return run_stability_update(state, slots, kld, cu_draft, num_accepted, rule, temperature, ok)
+
+
+def run_stability_update(
+    state: StabilityState,
+    slots: Tensor,
+    kld: Tensor,
+    cu_draft: Tensor,
+    num_accepted: Tensor,
+    rule: DsdeRule,
+    temperature: Tensor | None,
+    ok: Tensor | None,
+) -> Tensor:
     _check(state, slots)
     rows, device = slots.shape[0], state.table.device
     check_vector("kld", kld, kld.numel(), device, integer=False)
@@ -309,7 +348,10 @@ def stability_update(
         check_device("ok", ok, device)
         if ok.dtype != torch.bool or ok.shape != (rows,):
             raise ValueError(f"ok must be bool of shape [{rows}]; got {ok.dtype} of shape {list(ok.shape)}")
-    require_backend()
+    if use_triton(device):
+        from .stability_kernel import stability_update_triton
+
+        return stability_update_triton(state, slots, kld, cu_draft, num_accepted, rule, temperature, ok)
     return stability_update_torch(state, slots, kld, cu_draft, num_accepted, rule, temperature, ok)
 
 
@@ -338,6 +380,7 @@ def speculation_lengths(
     ValueError
         Wrong shape, dtype or device.
     """
+    if traced(slots):
+        return torch.ops.dsde_kernels.speculation_lengths(state.table, state.weights, slots, rule.numbers(), proposed)
     _check(state, slots)
-    require_backend()
     return speculation_lengths_torch(state, slots, rule, proposed)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from . import rng
-from .backend import require_backend
+from .backend import traced, use_triton
 from .checks import check_device, check_logits, check_range, check_vector
 from .kld import LOG_FLOOR, kl_from_log_probs_torch
 from .rows import argmax, log_softmax
@@ -315,8 +315,29 @@ def verify(
     ([[1, 2, -1], [2, -1, -1]], [1, 0])
     """
     arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
+    if traced(target_logits):
+        return Verification(*torch.ops.dsde_kernels.verify(*arguments, target_threshold, draft_threshold))
+    return run_verify(*arguments, target_threshold, draft_threshold)
+
+
+def run_verify(
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    draft_tokens: Tensor,
+    cu_draft: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    max_draft: int,
+    target_threshold: Tensor | None,
+    draft_threshold: Tensor | None,
+) -> Verification:
+    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
     _check(*arguments, target_threshold, draft_threshold)
-    require_backend()
+    if use_triton(target_logits.device):
+        from .verify_kernel import verify_triton
+
+        return verify_triton(*arguments, target_threshold, draft_threshold)
     return verify_torch(*arguments, target_threshold, draft_threshold)
 
 
@@ -354,10 +375,36 @@ def dsde_step(
     StepResult
     """
     arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
+    thresholds = (target_threshold, draft_threshold)
+    if traced(target_logits):
+        parts = (state.table, state.weights, slots, rule.numbers())
+        return StepResult(*torch.ops.dsde_kernels.dsde_step(*arguments, *thresholds, *parts))
+    return run_dsde_step(*arguments, *thresholds, state, slots, rule)
+
+
+def run_dsde_step(
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    draft_tokens: Tensor,
+    cu_draft: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    max_draft: int,
+    target_threshold: Tensor | None,
+    draft_threshold: Tensor | None,
+    state: StabilityState,
+    slots: Tensor,
+    rule: DsdeRule,
+) -> StepResult:
+    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
     _check(*arguments, target_threshold, draft_threshold)
     check_vector("slots", slots, cu_draft.shape[0] - 1, target_logits.device, integer=True)
     check_device("state", state.table, target_logits.device)
-    require_backend()
+    if use_triton(target_logits.device):
+        from .verify_kernel import dsde_step_triton
+
+        return dsde_step_triton(*arguments, target_threshold, draft_threshold, state, slots, rule)
     verification = verify_torch(*arguments, target_threshold, draft_threshold)
     return dsde_step_torch(verification, cu_draft, temperature, state, slots, rule)
 

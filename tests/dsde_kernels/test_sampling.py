@@ -201,8 +201,12 @@ def test_backend_choice(monkeypatch):
         sample(torch.eye(3), torch.zeros(3), *keys(3))
     with pytest.raises(ValueError, match="cuda-graphs"), use_backend("cuda-graphs"):
         pass
-    with pytest.raises(NotImplementedError, match="only the torch backend"), use_backend("triton"):
-        pass
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), use_backend("triton"):
+        sample(torch.eye(3), torch.zeros(3), *keys(3))
     monkeypatch.setenv("DSDE_BACKEND", "triton")
-    with pytest.raises(NotImplementedError, match="DSDE_BACKEND"):
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        sample(torch.eye(3), torch.zeros(3), *keys(3))
+    monkeypatch.setenv("DSDE_BACKEND", "cuda-graphs")
+    with pytest.raises(ValueError, match="DSDE_BACKEND"):
         sample(torch.eye(3), torch.zeros(3), *keys(3))

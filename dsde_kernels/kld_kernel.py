@@ -1,0 +1,218 @@
+"""Triton kernel of `kld`, and the pass over a pair of rows that verification shares with it.
+
+One read of both rows. With t, d the logits times log2(e) / T, relative to running maxima m_t, m_d, a program keeps
+
+    S_t = sum 2^t    S_d = sum 2^d    W = sum 2^t (t - d)    lost = sum 2^t where q is 0, whose d counts as 0 in W
+
+and sums over the kept tokens where rows are truncated. When a maximum rises, t or d falls by a constant for all earlier
+tokens, so W moves with S_t and lost (`_moved`); then
+
+    KL(p || q) = ln 2 (W / S_t - log2 S_t + (1 - lost / S_t) log2 S_d - lost / S_t log2 1e-8)
+
+Programs of a row leave records of RECORD floats; the last to finish merges them in order. Broken rows show in S: a NaN
+or +inf makes it NaN, no finite logit leaves 0.
+"""
+
+# mypy: allow-incomplete-defs
+# ruff: noqa: ANN201, ANN202, SIM102  (jit functions have neither return types nor short-circuits)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .kld import LOG_FLOOR
+from .rng_kernel import last_to_arrive, log2_scale, row_at
+
+# A record: maximum, sum and sum of the kept of the target, the same of the draft, W, lost, and the target's argmax.
+RECORD = tl.constexpr(9)
+INF = tl.constexpr(float("inf"))
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(LOG_FLOOR)
+_LOG2_FLOOR = tl.constexpr(LOG_FLOOR / 0.6931471805599453)
+_FAR = tl.constexpr(-1e30)  # stands for -inf where it is multiplied by a zero
+
+
+@triton.jit
+def fall(old, new, scale):
+    """What a log2 weight relative to the maximum `old` loses when the maximum becomes `new`."""
+    return tl.where(old == -INF, 0.0, tl.maximum((old - new) * scale, _FAR))
+
+
+@triton.jit
+def _moved(w, s_t, lost, fall_t, fall_d):
+    """W [..] relative to new maxima."""
+    return tl.exp2(fall_t) * (w + s_t * fall_t - (s_t - lost) * fall_d)
+
+
+@triton.jit
+def total(x):
+    """Sum of a tile. In float64 the order, which follows the alignment of the rows, leaves no trace."""
+    return tl.sum(x.to(tl.float64), 0).to(tl.float32)
+
+
+@triton.jit
+def sound(s):
+    """Whether a row with sum `s` has finite logits, and no NaN or +inf."""
+    return (s > 0) & (s < INF)
+
+
+@triton.jit
+def stream_pair(
+    target, draft, start, vocabulary, shared, scale, target_threshold, draft_threshold, greedy, record,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Read TILES tiles of a target row and, unless None, of its draft row from column `start`; write their record."""
+    m_t, m_d = -INF, -INF
+    s_t = tl.zeros([TILE], tl.float32)
+    s_d = tl.zeros([TILE], tl.float32)
+    kept_t = tl.zeros([TILE], tl.float32)
+    kept_d = tl.zeros([TILE], tl.float32)
+    w = tl.zeros([TILE], tl.float32)
+    lost = tl.zeros([TILE], tl.float32)
+    argmax = tl.full([], 0, tl.int32)
+    for tile in tl.range(TILES, num_stages=3):
+        column = start + tile * TILE + tl.arange(0, TILE)
+        x = tl.load(target + column, mask=column < vocabulary, other=-INF).to(tl.float32)
+        top_t = tl.max(x, 0)
+        rises = top_t > m_t
+        if draft is not None:
+            y = tl.load(draft + column, mask=column < shared, other=-INF).to(tl.float32)
+            top_d = tl.max(y, 0)
+            rises = rises | (top_d > m_d)
+        if rises:
+            if greedy:
+                if top_t > m_t:
+                    argmax = tl.min(tl.where(x == top_t, column, vocabulary), 0)
+            new_t = tl.maximum(m_t, top_t)
+            fall_t = fall(m_t, new_t, scale)
+            if draft is not None:
+                new_d = tl.maximum(m_d, top_d)
+                fall_d = fall(m_d, new_d, scale)
+                w = _moved(w, s_t, lost, fall_t, fall_d)
+                lost *= tl.exp2(fall_t)
+                s_d *= tl.exp2(fall_d)
+                kept_d *= tl.exp2(fall_d)
+                m_d = new_d
+            s_t *= tl.exp2(fall_t)
+            kept_t *= tl.exp2(fall_t)
+            m_t = new_t
+
+        # Nothing but -inf so far: any finite reference will do.
+        t = (x - tl.where(m_t == -INF, 0.0, m_t)) * scale
+        e_t = tl.exp2(t)
+        s_t += e_t
+        if target_threshold is not None:
+            kept_t += tl.where(x < target_threshold, 0.0, e_t)  # keeps NaN
+        if draft is not None:
+            d = (y - tl.where(m_d == -INF, 0.0, m_d)) * scale
+            e_d = tl.exp2(d)
+            s_d += e_d
+            if draft_threshold is not None:
+                kept_d += tl.where(y < draft_threshold, 0.0, e_d)
+            possible = d > -INF
+            lost += tl.where(possible, 0.0, e_t)
+            w = tl.fma(e_t, tl.maximum(t, _FAR) - tl.where(possible, tl.maximum(d, _FAR), 0.0), w)
+
+    tl.store(record, m_t)
+    tl.store(record + 1, total(s_t))
+    if target_threshold is not None:
+        tl.store(record + 2, total(kept_t))
+    if draft is not None:
+        tl.store(record + 3, m_d)
+        tl.store(record + 4, total(s_d))
+        if draft_threshold is not None:
+            tl.store(record + 5, total(kept_d))
+        tl.store(record + 6, total(w))
+        tl.store(record + 7, total(lost))
+    tl.store(record + 8, argmax.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _field(records, number: tl.constexpr, mask):
+    # Past the first-level cache, which does not see what other multiprocessors write.
+    return tl.load(records + number, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def merge(
+    records, mask, scale,
+    SPLIT: tl.constexpr, DRAFT: tl.constexpr, TARGET_KEPT: tl.constexpr, DRAFT_KEPT: tl.constexpr,
+):  # fmt: skip
+    """The SPLIT records of each row [L], merged in order: maximum, sum, kept (target; draft), KL and argmax, [L] each.
+
+    KL is NaN where a row is broken, and without meaning where DRAFT is False.
+    """
+    m_t = tl.where(mask, -INF, -INF)
+    m_d = m_t
+    s_t = tl.where(mask, 0.0, 0.0)
+    s_d, kept_t, kept_d, w, lost = s_t, s_t, s_t, s_t, s_t
+    argmax = tl.where(mask, 0, 0)
+    for part in range(SPLIT):
+        record = records + part * RECORD
+        top_t, more_t = _field(record, 0, mask), _field(record, 1, mask)
+        new_t = tl.maximum(m_t, top_t)
+        ours_t, theirs_t = fall(m_t, new_t, scale), fall(top_t, new_t, scale)
+        if DRAFT:
+            top_d, more_d = _field(record, 3, mask), _field(record, 4, mask)
+            more_w, more_lost = _field(record, 6, mask), _field(record, 7, mask)
+            new_d = tl.maximum(m_d, top_d)
+            ours_d, theirs_d = fall(m_d, new_d, scale), fall(top_d, new_d, scale)
+            w = _moved(w, s_t, lost, ours_t, ours_d) + _moved(more_w, more_t, more_lost, theirs_t, theirs_d)
+            lost = lost * tl.exp2(ours_t) + more_lost * tl.exp2(theirs_t)
+            s_d = s_d * tl.exp2(ours_d) + more_d * tl.exp2(theirs_d)
+            if DRAFT_KEPT:
+                kept_d = kept_d * tl.exp2(ours_d) + _field(record, 5, mask) * tl.exp2(theirs_d)
+            m_d = new_d
+        s_t = s_t * tl.exp2(ours_t) + more_t * tl.exp2(theirs_t)
+        if TARGET_KEPT:
+            kept_t = kept_t * tl.exp2(ours_t) + _field(record, 2, mask) * tl.exp2(theirs_t)
+        argmax = tl.where(top_t > m_t, _field(record, 8, mask).to(tl.int32, bitcast=True), argmax)
+        m_t = new_t
+    share = lost / s_t
+    kl = LN2 * (w / s_t - tl.log2(s_t) + (1.0 - share) * tl.log2(s_d) - share * _LOG2_FLOOR)
+    kl = tl.where(sound(s_t) & sound(s_d), tl.maximum(kl, 0.0), float("nan"))
+    return m_t, s_t, kept_t if TARGET_KEPT else s_t, m_d, s_d, kept_d if DRAFT_KEPT else s_d, kl, argmax
+
+
+@triton.jit
+def kl_kernel(
+    target, target_stride,  # [R, Vt]
+    draft, draft_stride,  # [R, Vd]
+    temperature,  # [R] or None
+    out,  # [R]
+    records,  # [R * SPLIT, RECORD]
+    counters,  # [R]
+    vocabulary, shared,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    scale = log2_scale(1.0 if temperature is None else tl.load(temperature + row))
+    own = row_at(records, row * SPLIT, RECORD)
+    stream_pair(
+        row_at(target, row, target_stride), row_at(draft, row, draft_stride), part * (TILE * TILES), vocabulary, shared,
+        scale, None, None, False, own + part * RECORD, TILE, TILES,
+    )  # fmt: skip
+    if last_to_arrive(counters + row, SPLIT):
+        one = tl.arange(0, 1)
+        kl = merge(own + one, one == 0, scale, SPLIT, True, False, False)[6]
+        tl.store(out + row + one, kl)
+
+
+def kl_divergence_triton(target_logits: Tensor, draft_logits: Tensor, temperature: Tensor | None) -> Tensor:
+    (rows, vocabulary), device = target_logits.shape, target_logits.device
+    out = torch.empty(rows, dtype=torch.float32, device=device)
+    if rows:
+        split = launch.splits(vocabulary)
+        counters, records = launch.workspace(device, rows, rows * split * RECORD.value)
+        kl_kernel[(rows * split,)](
+            target_logits, target_logits.stride(0),
+            draft_logits, draft_logits.stride(0),
+            None if temperature is None else temperature.contiguous(),
+            out, records, counters,
+            vocabulary, min(vocabulary, draft_logits.shape[1]),
+            split, launch.TILE, launch.TILES,
+            num_warps=launch.WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
