@@ -88,7 +88,7 @@ def test_architecture(tiny, family, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option_on_the_embedded_pair(embedded, name):
-    check(*embedded, NEW | OPTIONS[name] | {"eos_token_id": None}, batch(vocabulary=512))
+    check(*embedded, NEW | OPTIONS[name], batch(vocabulary=512))
 
 
 def test_forced_bos_follows_a_prompt_of_one_token(tiny):
