@@ -145,6 +145,7 @@ def _pieces(code: str) -> Iterator[tuple[str, str]]:
 
 def _cut(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the start of `text`: whole lines, at most `LONGEST` tokens; empty if that is less than `SHORTEST`."""
+    text = text[: 16 * LONGEST]  # a class can be long, and its tokens are a few characters each
     ends = tokenizer(text, return_offsets_mapping=True)["offset_mapping"][:LONGEST]
     start = text[: ends[-1][1]] if ends else ""
     start = start[: start.rfind("\n") + 1]
