@@ -3,6 +3,7 @@
 #   make demo        decode held-out prompts with the embedded model pair: off, static-4, dsde
 #   make demo-llm    the same with SmolLM2-135M-Instruct (a 93 MB package)
 #   make test        run the tests
+#   make test-transformers   the tests of the drop-in with the newest and the oldest transformers supported
 #   make lint        ruff and mypy
 #   make bench       microbenchmarks
 #   make figure      draw docs/figure.png from a fresh run of the demo
@@ -26,11 +27,16 @@ GPU := $(shell command -v nvidia-smi rocm-smi 2>/dev/null | head -n 1)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH ?= torch==2.13.0
 
+# The tests of `dsde.patch`, which touch most of transformers.
+DROP_IN := $(wildcard tests/dsde/test_generate*.py) tests/cases/test_transformers.py
+# What the second environment of test-transformers asks for beside the requirements.
+TRANSFORMERS ?=
+
 # Small tensors: more threads cost more than they bring, and one thread is reproducible.
 test: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm test lint bench figure clean
+.PHONY: help setup demo demo-llm test test-transformers lint bench figure clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -46,6 +52,10 @@ demo-llm: $(VENV)/llm.done
 test: $(VENV)/dev.done
 	$(BIN)/python -m pytest $(ARGS)
 
+test-transformers:
+	$(MAKE) test ARGS="$(DROP_IN) $(ARGS)"
+	$(MAKE) test ARGS="$(DROP_IN) $(ARGS)" VENV=$(VENV)-oldest TRANSFORMERS=transformers==5.17.0
+
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -59,7 +69,7 @@ figure: $(VENV)/dev.done
 	$(BIN)/python -m dsde plot build/trace.jsonl -o docs/figure.png
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.done:
@@ -89,7 +99,7 @@ $(VENV)/run.done: $(VENV)/torch.done pyproject.toml
 
 $(VENV)/dev.done: $(VENV)/torch.done pyproject.toml
 	@echo "== Installing dsde with its development tools"
-	@$(PIP) -e ".[dev,plot]"
+	@$(PIP) -e ".[dev,plot]" $(TRANSFORMERS)
 	@touch $@ $(VENV)/run.done
 
 $(VENV)/llm.done: $(VENV)/run.done

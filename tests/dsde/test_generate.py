@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -16,6 +19,7 @@ from transformers import (
 from dsde import Decoder, patch
 from dsde.demo.pair import WEIGHTS, load_pair
 from tests.dsde.generate_support import batch, both, same_scores
+from tests.dsde.models import weaken
 
 EOS = [3, 9, 24]
 NEW = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": EOS}
@@ -75,6 +79,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(tiny, name):
     check(*tiny("llama"), NEW | OPTIONS[name])
@@ -86,9 +91,27 @@ def test_architecture(tiny, family, name):
     check(*tiny(family), NEW | OPTIONS[name])
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option_on_the_embedded_pair(embedded, name):
     check(*embedded, NEW | OPTIONS[name], batch(vocabulary=512))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
+        FalconConfig(
+            vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3, alibi=True
+        ),
+    ],
+    ids=["bloom", "falcon"],
+)
+def test_architecture_that_attends_by_itself(config):
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.warns(UserWarning, match="exact, but slower"):
+        check(target, weaken(target), NEW | OPTIONS["several"])
 
 
 def test_forced_bos_follows_a_prompt_of_one_token(tiny):
