@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ _STRIP_ROWS = 64
 
 
 class CannotPack(ValueError):
-    """The model does not attend through transformers' attention interface."""
+    """The model's attention can't be run packed and give the same result."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,19 @@ class PackedModel:
     ----------
     vocabulary : int
         Width of the logits.
+    context : int or None
+        Longest sequence that the model can take.
     seconds : float
         Time spent inside the model's forward since construction (wall time; launch time only on a GPU).
 
     Raises
     ------
     ValueError
-        The model is not a decoder, keeps recurrent state, or is in training mode.
+        The model is not a decoder, keeps recurrent state, is in training mode or in float64.
     CannotPack
-        The model bypasses the attention interface.
+        Its attention bypasses transformers' interface, or does something this module does not know.
+    MemoryError
+        The store does not fit.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, block_size: int) -> None:
@@ -76,18 +80,25 @@ class PackedModel:
             raise ValueError(f"model {name} is in training mode: call model.eval() first")
         if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False):
             raise ValueError(f"model {name} is not a decoder whose cache can be rolled back")
+        if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"model {name} must be in float32, bfloat16 or float16, got {model.dtype}")
         self.model = model
         self.config = model.config.get_text_config()
         self.num_slots = num_slots
         self.block_size = block_size
-        self.context: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.context: int | None = context_of(self.config)
         self.num_embeddings: int = model.get_input_embeddings().num_embeddings
         self.seconds = 0.0
-        self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Per layer: keys and values [1, heads, num_slots, head_dim]; layers of one shape share an allocation.
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pools: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
         self._strips: dict[int | None, torch.Tensor] = {}
         parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         self._configs = list({id(m.config): m.config for m in parts}.values())
-        self._probe()
+        with torch.inference_mode():
+            self._allocate()
+            self._probe()
+        self.seconds = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +111,7 @@ class PackedModel:
         return self.model.dtype
 
     def forward(self, segments: Sequence[Segment], keep: Sequence[int] | None = None) -> torch.Tensor:
-        """Run the segments in one pass.
+        """Run the segments in one pass; call it in inference mode.
 
         Parameters
         ----------
@@ -120,41 +131,8 @@ class PackedModel:
         # Ids outside this vocabulary are a partner's with a wider one, or the -1 of a broken draft row. The draft makes
         # of them what it can; for the target they are drafts that verification rejects, whatever follows them.
         ids.clamp_(0, self.num_embeddings - 1)
-        start = time.perf_counter()
-        logits: torch.Tensor = self.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
-            packed_rows=rows,
-        ).logits[0]
-        self.seconds += time.perf_counter() - start
-        return logits
-
-    @contextlib.contextmanager
-    def packed(self) -> Iterator[None]:
-        """Within it the model attends through this store; its own attention implementation comes back afterwards."""
-        before = [(c, c._attn_implementation) for c in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = ATTENTION
-            with torch.inference_mode():
-                yield
-        finally:
-            for config, implementation in before:
-                config._attn_implementation = implementation
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, ``[1, heads, num_slots, head_dim]`` each; allocated when first seen.
-
-        Slots of one head are neighbours, so a contiguous sequence is a single `narrow` of each.
-        """
-        if layer not in self._store:
-            self._store[layer] = (
-                key.new_empty(1, key.shape[1], self.num_slots, key.shape[3]),
-                value.new_empty(1, value.shape[1], self.num_slots, value.shape[3]),
-            )
-        return self._store[layer]
+        wanted = 0 if keep is None else torch.tensor(keep, device=self.device)
+        return self._run(ids, positions, wanted, rows)
 
     def causal_mask(self, rows: int, length: int, window: int | None) -> torch.Tensor:
         """Additive mask [rows, length] for the last `rows` of `length` positions, lower-right aligned."""
@@ -169,20 +147,118 @@ class PackedModel:
         offset = strip.shape[1] - _STRIP_ROWS - (length - rows)
         return strip[:rows, offset : offset + length]
 
-    def _probe(self) -> None:
-        """Run one token, so that a model that attends by itself is refused here and the store takes its memory now."""
-        name, cause = type(self.model).__name__, None
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, wanted: int | torch.Tensor, rows: PackedRows | _Shapes
+    ) -> torch.Tensor:
+        with self._attention():
+            start = time.perf_counter()
+            logits: torch.Tensor = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
+                packed_rows=rows,
+            ).logits[0]
+            self.seconds += time.perf_counter() - start
+        return logits
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Within it the model attends through this store; its own attention implementation comes back afterwards."""
+        before = [c._attn_implementation for c in self._configs]
         try:
-            with self.packed():
-                self.vocabulary = self.forward([Segment([0], 0, BlockTable([0]))]).shape[1]
-        except Exception as error:  # whatever a model does that was not written for a foreign attention function
-            cause = error
-        if cause is not None or len(self._store) != self.config.num_hidden_layers:
-            raise CannotPack(
-                f"model {name} cannot run packed: {len(self._store)} of {self.config.num_hidden_layers} layers attend "
-                f"through transformers' attention interface" + (f" ({cause})" if cause is not None else "")
-            ) from cause
-        self.seconds = 0.0
+            for config in self._configs:
+                config._attn_implementation = ATTENTION
+            yield
+        finally:
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation = implementation
+
+    def _allocate(self) -> None:
+        """Learn each layer's shapes from one token and allocate the store for them."""
+        seen = _Shapes()
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.vocabulary = self._attempt(lambda: self._run(zero, zero, 0, seen)).shape[1]
+        if sorted(seen.shapes) != list(range(self.config.num_hidden_layers)):
+            raise self._refusal(f"{len(seen.shapes)} of {self.config.num_hidden_layers} layers attend through it")
+        groups: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+        for layer, shapes in seen.shapes.items():
+            groups.setdefault(shapes, []).append(layer)
+        for (key, value), members in groups.items():
+            try:
+                keys, values = (
+                    torch.zeros(len(members), 1, s[1], self.num_slots, s[3], dtype=self.dtype, device=self.device)
+                    for s in (key, value)
+                )
+            except RuntimeError as cause:  # torch's own memory errors are of this type
+                raise MemoryError(f"no memory for a key-value store of {self.num_slots} positions: {cause}") from cause
+            self.pools.append((members, keys, values))
+            self.layers.update((layer, (keys[i], values[i])) for i, layer in enumerate(members))
+        self._check_windows(seen.windows)
+
+    def _check_windows(self, windows: set[int | None]) -> None:
+        """Refuse attention that is limited by the mask alone: this module builds its own from `sliding_window`."""
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        strange = sorted(kinds - {"full_attention", "sliding_attention"})
+        if strange:
+            raise self._refusal(f"layers of type {', '.join(strange)}")
+        window = getattr(self.config, "sliding_window", None)
+        slides = window is not None and ("sliding_attention" in kinds or not kinds)
+        if window is not None and slides and windows == {None} and (self.context is None or window < self.context):
+            raise self._refusal("it keeps its sliding window to itself")
+
+    def _probe(self) -> None:
+        """Compare two short sequences, packed and cut in two, with the model's own forward pass."""
+        blocks = self.num_slots // self.block_size
+        length = min(12, blocks // 2 * self.block_size, self.context or 12)
+        if length < 2:
+            return  # a store this small holds nothing worth comparing
+        texts = [[(7 * i + 3 * j + 1) % self.num_embeddings for i in range(length)] for j in range(2)]
+        tables = [BlockTable(list(range(j, blocks // 2 * 2, 2))) for j in range(2)]
+        cut = length // 2
+
+        def packed() -> torch.Tensor:
+            parts = [
+                self.forward([Segment(t[a:b], a, table) for t, table in zip(texts, tables, strict=True)])
+                for a, b in ((0, cut), (cut, length))
+            ]
+            return torch.cat((parts[0].unflatten(0, (2, -1)), parts[1].unflatten(0, (2, -1))), 1)
+
+        ours = self._attempt(packed).float()
+        theirs = torch.cat([self.model(torch.tensor([t], device=self.device), use_cache=False).logits for t in texts])
+        error = (ours - theirs.float()).norm() / theirs.float().norm()
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise self._refusal(f"packed logits differ from its own by {error:.1%}")
+
+    def _attempt(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        try:
+            return run()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # whatever a model does that was not written for a foreign attention function
+            raise self._refusal(str(cause)) from cause
+
+    def _refusal(self, reason: str) -> CannotPack:
+        return CannotPack(
+            f"model {type(self.model).__name__} cannot run packed on transformers' attention interface: {reason}"
+        )
+
+
+class _Shapes:
+    """Stands in for `PackedRows` while the layers' shapes are learned."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
+        self.windows: set[int | None] = set()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise ValueError(f"layer {layer} attends twice")
+        self.shapes[layer] = (key.shape, value.shape)
+        self.windows.add(window)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 class PackedRows:
@@ -208,6 +284,7 @@ class PackedRows:
                 self.places.append(torch.tensor(where, device=owner.device))
         self.slots = torch.tensor(slots, device=owner.device)
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._views: dict[int | None, list[dict[int, tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def masks(self, window: int | None) -> list[torch.Tensor | None]:
         """Per segment, the mask over its visible keys; None where every row sees all of them (a single row)."""
@@ -218,10 +295,62 @@ class PackedRows:
             ]
         return self._masks[window]
 
+    def visible(self, layer: int, window: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Per segment, the keys and values it may see, [1, heads, length, head_dim] each."""
+        if window not in self._views:
+            # The views of all layers at once: a call for each layer costs more than the attention itself.
+            self._views[window] = [
+                self._narrow(place, self.first_key(n, end, window), end)
+                for n, end, place in zip(self.lengths, self.ends, self.places, strict=True)
+            ]
+        keys, values = self.owner.layers[layer]
+        for n, end, place, views in zip(self.lengths, self.ends, self.places, self._views[window], strict=True):
+            if isinstance(place, int):
+                yield views[layer]
+            else:  # scattered blocks: gathered after this layer's new rows were written
+                where = place[self.first_key(n, end, window) :]
+                yield keys.index_select(2, where), values.index_select(2, where)
+
+    def _narrow(self, place: int | torch.Tensor, first: int, end: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if isinstance(place, int):
+            for members, keys, values in self.owner.pools:
+                k = keys.narrow(3, place + first, end - first).unbind(0)
+                v = values.narrow(3, place + first, end - first).unbind(0)
+                views.update(zip(members, zip(k, v, strict=True), strict=True))
+        return views
+
     @staticmethod
     def first_key(rows: int, end: int, window: int | None) -> int:
         """First position that any of the last `rows` positions before `end` may attend to."""
         return 0 if window is None else max(0, end - rows - window + 1)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new rows of a layer and let each sequence attend to its own; [1, T, H, D]."""
+        keys, values = self.owner.layers[layer]
+        keys.index_copy_(2, self.slots, key)
+        values.index_copy_(2, self.slots, value)
+        grouped = query.shape[1] != key.shape[1]
+        queries = query.split(self.lengths, 2) if len(self.lengths) > 1 else (query,)
+        outputs = []
+        for q, (k, v), mask in zip(queries, self.visible(layer, window), self.masks(window), strict=True):
+            if softcap is None and s_aux is None:
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+            else:
+                out = _attend(q, k, v, mask, scaling, softcap, s_aux)
+            outputs.append(out)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return out.transpose(1, 2).contiguous()
 
 
 def packed_attention(
@@ -235,7 +364,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    packed_rows: PackedRows | None = None,
+    packed_rows: PackedRows | _Shapes | None = None,
     **unknown: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the paged store; the function registered with transformers.
@@ -264,30 +393,11 @@ def packed_attention(
     # Flags that are off and the positions, which the queries and keys already carry, change nothing.
     given = sorted(k for k, v in unknown.items() if k != "position_ids" and v is not None and v is not False)
     if packed_rows is None or attention_mask is not None or dropout or given:
-        raise ValueError(
-            f"attention of {type(module).__name__} cannot run packed: unexpected arguments {given or 'mask or dropout'}"
-        )
-    owner = packed_rows.owner
-    keys, values = owner.store(module.layer_idx, key, value)  # type: ignore[arg-type]
-    keys.index_copy_(2, packed_rows.slots, key)
-    values.index_copy_(2, packed_rows.slots, value)
-    outputs = []
-    masks = packed_rows.masks(sliding_window)
-    grouped = query.shape[1] != key.shape[1]
-    rows = zip(query.split(packed_rows.lengths, 2), packed_rows.ends, packed_rows.places, masks, strict=True)
-    for q, end, place, mask in rows:
-        first = packed_rows.first_key(q.shape[2], end, sliding_window)
-        if isinstance(place, int):
-            k, v = keys.narrow(2, place + first, end - first), values.narrow(2, place + first, end - first)
-        else:
-            k, v = keys.index_select(2, place[first:]), values.index_select(2, place[first:])
-        if softcap is None and s_aux is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-        else:
-            out = _attend(q, k, v, mask, scaling, softcap, s_aux)
-        outputs.append(out)
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return out.transpose(1, 2), None
+        raise ValueError(f"unexpected arguments of {type(module).__name__}: {given or 'mask or dropout'}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(packed_rows, _Shapes):
+        return packed_rows.attend(layer, query, key, value, sliding_window), None
+    return packed_rows.attend(layer, query, key, value, sliding_window, scaling, softcap, s_aux), None
 
 
 def _attend(
@@ -320,6 +430,17 @@ def _mask(
     ahead = torch.arange(length, device=device) - torch.arange(first, first + rows, device=device)[:, None]
     hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
     return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def context_of(config: Any) -> int | None:
+    """Longest sequence for which a token's key does not depend on what comes later."""
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond it, transformers turns all keys of a pass by other angles
+        context = rope.get(
+            "original_max_position_embeddings", getattr(config, "original_max_position_embeddings", context)
+        )
+    return context
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -78,6 +78,8 @@ class Dsde:
         self.sl_limit = self.rule.sl_limit
 
     def bind(self, capacity: int, device: torch.device) -> None:
+        if hasattr(self, "state"):
+            raise ValueError("controller: this Dsde object serves another engine; its state is of that one's requests")
         self.state = dk.StabilityState(capacity, self.rule, device)
 
     def start(self, request: Request) -> None:

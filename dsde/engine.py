@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import itertools
+import math
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import dsde_kernels as dk
 
 from .blocks import BlockManager, BlockTable
-from .cache import PackedModel
+from .cache import PackedModel, context_of
 from .controllers import Controller, named
 from .fallback import SequentialModel, load
 from .proposer import Drafts, ModelProposer, NgramProposer
@@ -86,7 +89,7 @@ class Engine:
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         if kv_blocks is None:
-            context = getattr(target.config.get_text_config(), "max_position_embeddings", _DEFAULT_POSITIONS)
+            context = context_of(target.config.get_text_config()) or _DEFAULT_POSITIONS
             kv_blocks = min(max_sequences * -(-context // block_size), _DEFAULT_POSITIONS // block_size)
         self.blocks = BlockManager(kv_blocks, block_size)
         self.target = load(target, kv_blocks * block_size, block_size)
@@ -112,6 +115,8 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._steps = self._tokens = self._drafted = self._accepted = 0
         self._seconds = 0.0
+        self._stepping = False
+        self._unsettled: deque[tuple[Request, int, StepTrace]] = deque()  # committed, callbacks still due
 
     def submit(
         self,
@@ -149,7 +154,10 @@ class Engine:
             request that could never fit into the KV pool, or stop strings without a tokenizer.
         """
         params = params or SamplingParams()
-        prompt = [int(i) for i in prompt_ids]
+        try:
+            prompt = [operator.index(i) for i in prompt_ids]
+        except TypeError:
+            raise ValueError(f"prompt_ids must be a sequence of ints, got {prompt_ids!r}") from None
         if not prompt:
             raise ValueError("prompt_ids must hold at least one token, got none")
         bad = next((i for i in prompt if not 0 <= i < self.target.num_embeddings), None)
@@ -169,6 +177,8 @@ class Engine:
             raise ValueError(f"stop needs an engine with a tokenizer, got {params.stop!r}")
         if deadline is not None and not deadline >= 0:
             raise ValueError(f"deadline must be >= 0 seconds from now, got {deadline!r}")
+        if not isinstance(priority, int):
+            raise ValueError(f"priority must be an int, got {priority!r}")
         number = next(self._ids)
         request = Request(
             id=number,
@@ -192,32 +202,54 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[Completion]:
-        """Advance every scheduled sequence by one speculation round; returns the requests that ended in it."""
+        """Advance every scheduled sequence by one speculation round: schedule, draft, score, verify, adapt, commit.
+
+        Returns
+        -------
+        list of Completion
+            The requests that ended in this step by themselves, in order of service.
+
+        Raises
+        ------
+        RuntimeError
+            Called from within a step, by a callback or a logits processor.
+        """
+        if self._stepping:
+            raise RuntimeError("step() was called by a callback of a step that is not over")
         start = time.perf_counter()
-        with self._packed():
-            # Schedule: each sequence gets blocks for its length + SL + 1, prompts their next chunk.
-            entries = self.scheduler.schedule(self.controller.sl_limit)
-            if not entries:
-                return []
-            self._start_newcomers(entries)
-            requests = [e.request for e in entries if e.verifies]
-            params = RowParams.of(requests, self.target.device)
-            # Draft: every sequence its own number of tokens, from q.
-            drafts = Drafts([[] for _ in requests])
-            if self.proposer is not None:
-                drafts = self.proposer.propose(entries, requests, params)
-            # Score: p at every drafted position and one more.
-            logits, raw = self.scorer.score(entries, requests, drafts)
-            # Verify: KLD, rejection sampling and, for DSDE, the stability update, in one operation.
-            result = self._verify(requests, params, drafts, logits) if requests else None
-            # Adapt: the next step's speculation lengths.
-            if result is not None:
-                self.controller.observe(requests, result)
-            # Commit: tokens, cache lengths, blocks; whoever is done leaves.
-            ended = self._commit(entries, requests, drafts, raw, result)
-        self._steps += 1
+        self._stepping = True
+        try:
+            with torch.inference_mode():
+                self._advance()
+            ended = self._settle()
+        finally:
+            self._stepping = False
         self._seconds += time.perf_counter() - start
         return ended
+
+    def _advance(self) -> None:
+        """One round of the algorithm, up to the committed tokens."""
+        # Schedule: each sequence gets blocks for its length + SL + 1, prompts their next chunk.
+        entries = self.scheduler.schedule(self.controller.sl_limit)
+        if not entries:
+            return
+        self._steps += 1
+        self._start_newcomers(entries)
+        requests = [e.request for e in entries if e.verifies]
+        params = RowParams.of(requests, self.target.device)
+        # Draft: every sequence its own number of tokens, from q.
+        drafts = Drafts([[] for _ in requests])
+        if self.proposer is not None:
+            drafts = self.proposer.propose(entries, requests, params)
+        # Score: p at every drafted position and one more.
+        logits, raw = self.scorer.score(entries, requests, drafts)
+        # Verify: KLD, rejection sampling and, for DSDE, the stability update, in one operation.
+        result = self._verify(requests, params, drafts, logits) if requests else None
+        # Adapt: the next step's speculation lengths.
+        if result is not None:
+            self.controller.observe(requests, result)
+        # Commit: tokens, cache lengths, blocks.
+        self._commit(entries, requests, drafts, raw, result)
 
     def generate(
         self,
@@ -248,9 +280,10 @@ class Engine:
         try:
             requests.extend(self.submit(p, q) for p, q in zip(prompts, each, strict=True))
             with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
-                while any(r.completion is None for r in requests):
+                unfinished = {r.id for r in requests}
+                while unfinished := {i for i in unfinished if i in self._requests}:
                     self.step()
-                    bar.update(sum(r.completion is not None for r in requests) - bar.n)
+                    bar.update(len(requests) - bar.n - sum(i in self._requests for i in unfinished))
         except BaseException:  # leave nothing half-done behind a refused prompt or an interrupt
             for request in requests:
                 if request.completion is None:
@@ -265,7 +298,11 @@ class Engine:
         ------
         ValueError
             No request of that id is waiting or running.
+        RuntimeError
+            Called by a logits processor, in the middle of a computation that the request may be part of.
         """
+        if self._stepping and torch.is_inference_mode_enabled():
+            raise RuntimeError("abort() was called by a logits processor")
         if request_id not in self._requests:
             raise ValueError(f"request_id must be of a waiting or running request, got {request_id!r}")
         return self._end(self._requests[request_id], "abort")
@@ -294,11 +331,6 @@ class Engine:
             "target_seconds": self.target.seconds,
             "draft_seconds": 0.0 if self.draft is None else self.draft.seconds,
         }
-
-    @contextlib.contextmanager
-    def _packed(self) -> Iterator[None]:
-        with self.target.packed(), self.draft.packed() if self.draft is not None else contextlib.nullcontext():
-            yield
 
     def _start_newcomers(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -336,7 +368,8 @@ class Engine:
         drafts: Drafts,
         raw: Sequence[torch.Tensor | None],
         result: dk.Verification | dk.StepResult | None,
-    ) -> list[Completion]:
+    ) -> None:
+        """Bring every request of the step up to date. No user code runs here, so nothing can stop it half-way."""
         now = time.perf_counter()
         for entry in entries:
             if self.proposer is not None:
@@ -344,102 +377,96 @@ class Engine:
             if not entry.verifies:
                 entry.request.cached += entry.rows
         if result is None:
-            return []
+            return
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         accepted, ok, kld = result.num_accepted.tolist(), result.ok.tolist(), result.kld.tolist()
         wvir = self.controller.wvir(requests)
-        ended = []
         first = 0
         for i, request in enumerate(requests):
             sl = len(drafts.tokens[i])
-            signal = kld[first : first + sl]
+            signal = sum(kld[first : first + sl]) / sl if sl else math.nan
             first += sl
-            if request.id not in self._requests:  # aborted by an earlier request's callback
-                continue
-            request.trace.append(
-                StepTrace(
-                    request.step,
-                    sl,
-                    accepted[i],
-                    sum(signal) / sl if sl else None,
-                    wvir[i] if wvir is not None and sl else None,
-                )
+            new = _cut([t for t in tokens[i] if t >= 0], request)
+            request.tokens += new
+            request.logprobs += logprobs[i][: len(new)]
+            rows = raw[i]
+            if rows is not None:
+                request.logits += [row.clone() for row in rows[: len(new)]]  # a view would keep the rejected rows alive
+            request.cached = len(request.tokens) - 1
+            request.draft_cached = min(request.draft_cached, request.cached)
+            self.blocks.trim(request.table, len(request.tokens))
+            if new and request.first_token is None:
+                request.first_token = now
+            if not ok[i]:
+                request.fail(request.cause or "the logits at the next position are NaN or hold no finite value")
+            trace = StepTrace(
+                request.step,
+                sl,
+                accepted[i],
+                None if math.isnan(signal) else signal,
+                wvir[i] if wvir is not None and sl else None,
             )
             request.step += 1
-            self._drafted += sl
-            self._accepted += accepted[i]
-            reason = None
-            if request.error is None:
-                emitted = [t for t in tokens[i] if t >= 0]
-                reason = self._append(request, emitted, logprobs[i], raw[i], now)
-                if reason is None and not ok[i]:
-                    request.fail("the target's logits at the next position are NaN or hold no finite value")
+            self._unsettled.append((request, len(new), trace))
+
+    def _settle(self) -> list[Completion]:
+        """Run the users' stop checks and callbacks on what was committed; requests that are done leave."""
+        ended = []
+        while self._unsettled:
+            request, count, trace = self._unsettled.popleft()
+            if request.id not in self._requests:  # aborted by another request's callback
+                continue
+            start = len(request.tokens) - count
+            try:
+                stopped = self._cut_at_stop(request, start)
+                kept = len(request.tokens) - start
+                accepted = min(trace.accepted, kept)
+                request.trace.append(dataclasses.replace(trace, accepted=accepted))
+                self._tokens += kept
+                self._drafted += trace.sl
+                self._accepted += accepted
+                if kept and request.on_tokens is not None:
+                    request.on_tokens(request, request.tokens[start:])
+            except Exception as cause:  # user code: only this request may suffer
+                request.fail(cause)
+            except BaseException:  # an interrupt: the request it hit ends, the others go on when stepped again
+                self.abort(request.id)
+                raise
             if request.id not in self._requests:  # aborted by its own callback
                 continue
             if request.error is not None:
                 ended.append(self._end(request, "error"))
-            elif reason is not None:
-                ended.append(self._end(request, reason))
-            else:
-                request.cached = len(request.tokens) - 1
-                request.draft_cached = min(request.draft_cached, request.cached)
-                self.blocks.trim(request.table, len(request.tokens))
+            elif stopped:
+                ended.append(self._end(request, "stop"))
+            elif len(request.tokens) >= request.limit:
+                ended.append(self._end(request, "length"))
         return ended
 
-    def _append(
-        self,
-        request: Request,
-        emitted: Sequence[int],
-        logprobs: Sequence[float],
-        raw: torch.Tensor | None,
-        now: float,
-    ) -> str | None:
-        """Commit tokens up to where the request ends, if it does; returns the reason."""
-        before, reason = len(request.tokens), None
-        for token, logprob in zip(emitted, logprobs, strict=False):
-            request.tokens.append(token)
-            request.logprobs.append(logprob)
-            if token in request.eos or self._stops(request):
-                reason = "stop"
-            elif len(request.tokens) >= request.limit:
-                reason = "length"
-            if reason is not None:
-                break
-        new = request.tokens[before:]
-        if raw is not None:
-            request.logits.extend(raw[: len(new)])
-        self._tokens += len(new)
-        if new and request.first_token is None:
-            request.first_token = now
-        if new and request.on_tokens is not None:
-            try:
-                request.on_tokens(request, new)
-            except Exception as cause:  # user code: only this request may suffer
-                request.fail(cause)
-        return reason
-
-    def _stops(self, request: Request) -> bool:
-        """Whether a stop string or criterion of the request is met by its last token."""
+    def _cut_at_stop(self, request: Request, start: int) -> bool:
+        """Cut the request's tokens behind the first from `start` on that ends it; whether one does."""
         params = request.params
-        if params.stop and self._completes_stop(request):
-            return True
-        if not params.stopping_criteria:
-            return False
-        prefix = torch.tensor([request.tokens], device=self.target.device)
-        try:
-            return any(bool(criterion(prefix)) for criterion in params.stopping_criteria)
-        except Exception as cause:  # user code: only this request may suffer
-            request.fail(cause)
-            return True
+        for length in range(start + 1, len(request.tokens) + 1):
+            if request.tokens[length - 1] in request.eos:
+                return True  # the last one: nothing is committed behind an end
+            if not (params.stop or params.stopping_criteria):
+                continue
+            prefix = torch.tensor([request.tokens[:length]], device=self.target.device)
+            text = self._tail(request, length) if params.stop else ""
+            if any(s in text for s in params.stop) or any(bool(c(prefix)) for c in params.stopping_criteria):
+                surplus = len(request.tokens) - length
+                if surplus:
+                    del request.tokens[-surplus:], request.logprobs[-surplus:], request.logits[-surplus:]
+                return True
+        return False
 
-    def _completes_stop(self, request: Request) -> bool:
-        """Whether the generated text now holds a stop string; only its end can have changed."""
+    def _tail(self, request: Request, length: int) -> str:
+        """The end of the text generated up to `length`, long enough to hold any stop string."""
         assert self.tokenizer is not None
         # A byte-level token may hold one byte of a four-byte character; the margin covers a broken one at the left.
         window = 4 * max(len(s) for s in request.params.stop) + 4
-        generated = request.tokens[len(request.prompt_ids) :][-window:]
-        text = self.tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(s in text for s in request.params.stop)
+        generated = request.tokens[max(len(request.prompt_ids), length - window) : length]
+        text: str = self.tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def _end(self, request: Request, reason: str) -> Completion:
         self.scheduler.remove(request)
@@ -452,3 +479,10 @@ def _mix(seed: int, number: int) -> int:
     """A request's own 64-bit seed: distinct for every request of an engine (an odd multiplier is a bijection)."""
     value = (seed * 0x9E3779B97F4A7C15 + number) % 2**64
     return value - 2**64 if value >= 2**63 else value
+
+
+def _cut(emitted: list[int], request: Request) -> list[int]:
+    """The emitted tokens up to the request's limit and its first end-of-sequence id."""
+    emitted = emitted[: request.limit - len(request.tokens)]
+    ends = [i for i, token in enumerate(emitted) if token in request.eos]
+    return emitted[: ends[0] + 1] if ends else emitted

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .blocks import BlockTable
-from .cache import CannotPack, PackedModel, Segment
+from .cache import CannotPack, PackedModel, Segment, context_of
 
 
 class SequentialModel:
@@ -25,7 +24,7 @@ class SequentialModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = context_of(model.config.get_text_config())
         self.num_embeddings: int = model.get_input_embeddings().num_embeddings
         self.device: torch.device = model.device
         self.seconds = 0.0
@@ -33,7 +32,7 @@ class SequentialModel:
         # transformers called this argument past_key_values before 5.2x.
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        with self.packed():
+        with torch.inference_mode():
             self.vocabulary = self.forward([Segment([0], 0, BlockTable())]).shape[1]
         self.seconds = 0.0
 
@@ -43,12 +42,6 @@ class SequentialModel:
         logits = torch.cat([self._run(s) for s in segments])
         self.seconds += time.perf_counter() - start
         return logits if keep is None else logits[torch.tensor(keep, device=self.device)]
-
-    @contextlib.contextmanager
-    def packed(self) -> Iterator[None]:
-        """Nothing of the model is changed; only gradients are off."""
-        with torch.inference_mode():
-            yield
 
     def _run(self, segment: Segment) -> torch.Tensor:
         if segment.start == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,9 +71,9 @@ class ModelProposer:
         lengths = [e.sl for e in entries if e.verifies]
         drafts: list[list[int]] = [[] for _ in requests]
         live = [i for i, k in enumerate(lengths) if k > 0]
-        chunks = [self._chunk(e) for e in entries if e.request.pending > 1]
+        chunks = [c for c in map(self._chunk, entries) if c.ids]
         segments = [self._catch_up(requests[i]) for i in live] + chunks
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        starts = list(itertools.accumulate(lengths, initial=0))
         logits: torch.Tensor | None = None
         threshold: torch.Tensor | None = None
         offset = 0
@@ -86,7 +87,8 @@ class ModelProposer:
                 break
             for row, i in enumerate(live):
                 if requests[i].params.logits_processors:
-                    process_logits(requests[i], drafts[i], q[row])
+                    prefix = torch.tensor([[*requests[i].tokens, *drafts[i]]], device=q.device)
+                    process_logits(requests[i], prefix, q[row], self.vocabulary)
             rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
             cut = rows.threshold(q)
             step_offset = torch.full_like(rows.step, offset)
@@ -109,12 +111,11 @@ class ModelProposer:
             None if threshold is None else threshold.to(self.device),
         )
 
-    @staticmethod
-    def cached_after(entry: Entry) -> int:
+    def cached_after(self, entry: Entry) -> int:
         """Leading tokens that the draft's cache holds once `entry` was proposed for, rejections aside."""
         request = entry.request
         if request.pending > 1:
-            return request.cached + entry.rows
+            return max(request.draft_cached, self._chunk(entry).end)
         # The last draft was never fed back.
         return len(request.tokens) + entry.sl - 1 if entry.sl else request.draft_cached
 
@@ -122,10 +123,12 @@ class ModelProposer:
     def _catch_up(request: Request) -> Segment:
         return Segment(request.tokens[request.draft_cached :], request.draft_cached, request.table)
 
-    @staticmethod
-    def _chunk(entry: Entry) -> Segment:
+    def _chunk(self, entry: Entry) -> Segment:
+        """The draft's part of a prompt chunk; empty for a decoding sequence and beyond the draft's context."""
         request = entry.request
-        end = request.cached + entry.rows
+        end = request.cached + entry.rows if request.pending > 1 else 0
+        if self.model.context is not None:
+            end = min(end, self.model.context)
         return Segment(request.tokens[request.draft_cached : end], request.draft_cached, request.table)
 
 

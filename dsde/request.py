@@ -16,6 +16,9 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StoppingCriterion = Callable[[torch.Tensor], bool]
 
 
+_TINY = 1e-30
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded.
@@ -29,7 +32,9 @@ class SamplingParams:
     top_k, top_p, min_p : optional
         Truncation, applied to target and draft alike, in this order and after the temperature, as transformers does.
     seed : int, optional
-        64-bit seed of the request's random streams; None derives one from the engine's seed and the request's id.
+        64-bit seed of the request's random streams; None derives one from the engine's seed and the request's id. Noise
+        is keyed by the request's own steps, so under DSDE's batch cap, where neighbours shape the steps, the same seed
+        gives the same distribution but not the same tokens in another batch.
     stop : sequence of str
         The request ends with the token that completes one of these; needs an engine with a tokenizer.
     eos : sequence of int, optional
@@ -61,20 +66,25 @@ class SamplingParams:
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an int >= 1, got {self.max_new_tokens!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature!r}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be >= 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        _check_int("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        # The kernels compute in float32: what is no ordinary number there is refused here.
+        if self.temperature != 0 and not _TINY <= self.temperature <= 1 / _TINY:
+            raise ValueError(f"temperature must be 0 or in [{_TINY}, {1 / _TINY}], got {self.temperature!r}")
+        if self.top_k is not None:
+            _check_int("top_k", self.top_k, 1, 2**31 - 1)
+        if self.top_p is not None and not _TINY <= self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], at least {_TINY}, got {self.top_p!r}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit in 64 signed bits, got {self.seed!r}")
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
+        if self.eos is not None:
+            if not isinstance(self.eos, Sequence):
+                raise ValueError(f"eos must be a sequence of ints, got {self.eos!r}")
+            for token in self.eos:
+                _check_int("eos", token, 0, 2**63 - 1)
 
     @property
     def truncates(self) -> bool:
@@ -84,11 +94,22 @@ class SamplingParams:
         )
 
 
+def describe(cause: BaseException) -> str:
+    """One line about an exception of the user's code."""
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+
+
 @dataclass(frozen=True)
 class StepTrace:
     """One verification step of one request: what was drafted, what was kept, and the signal.
 
-    ``sl`` drafts were proposed and ``accepted`` of them kept; ``kld`` is their mean KL(p||q) in nats and ``wvir`` the
+    ``sl`` drafts were proposed and ``accepted`` of them became output (fewer than verification accepted where the
+    request ended inside the block); ``kld`` is their mean KL(p||q) in nats and ``wvir`` the
     variance ratio after the step, None where nothing was drafted or the controller does not compute it.
     """
 
@@ -150,6 +171,7 @@ class Request:
     cached: int = 0
     draft_cached: int = 0
     step: int = 0
+    cause: str | None = None  # why a processor left a row of this step without a distribution
     error: str | None = None
     completion: Completion | None = None
     submitted: float = field(default_factory=time.perf_counter)
@@ -169,8 +191,8 @@ class Request:
         return (-self.priority, self.deadline, self.id)
 
     def fail(self, cause: str | BaseException) -> None:
-        """Mark the request as failed; the engine ends it with "error" when the step commits."""
-        self.error = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        """Mark the request as failed; the engine ends it with "error" after the step."""
+        self.error = cause if isinstance(cause, str) else describe(cause)
 
     def finish(self, reason: str) -> Completion:
         """Freeze the request into its completion."""

@@ -9,7 +9,7 @@ import torch
 
 import dsde_kernels as dk
 
-from .request import Request
+from .request import Request, describe
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,27 @@ class RowParams:
         return dk.truncation_threshold(logits, self.temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
-def process_logits(request: Request, drafts: Sequence[int], logits: torch.Tensor) -> None:
-    """Run the request's logits processors on one position's row [V], in place, with its exact prefix.
+def process_logits(request: Request, prefix: torch.Tensor, logits: torch.Tensor, vocabulary: int) -> None:
+    """Run the request's logits processors on one position, in place.
 
-    A processor that raises or returns another shape marks the request as failed and leaves the row as it was.
+    Parameters
+    ----------
+    request : Request
+        Whose processors; if one raises or returns another shape, ``cause`` says so and the row becomes NaN. A drafted
+        row is then rejected, and the request ends only if verification comes to need a target row like that.
+    prefix : Tensor [1, n] int64
+        The exact prefix of the position.
+    logits : Tensor [<= vocabulary]
+        The position's row, of target or draft.
+    vocabulary : int
+        Width that processors see; tokens that a narrower draft lacks have -inf.
     """
-    prefix = torch.tensor([[*request.tokens, *drafts]], device=logits.device)
+    row = logits.new_full((1, vocabulary), float("-inf"))
+    row[0, : len(logits)] = logits
     try:
-        row = logits[None].clone()
         for processor in request.params.logits_processors:
             row = processor(prefix, row)
-        logits.copy_(row.view_as(logits))
+        logits.copy_(row.view(vocabulary)[: len(logits)])
     except Exception as cause:  # user code: only this request may suffer
-        request.fail(cause)
+        request.cause = describe(cause)
+        logits.fill_(float("nan"))

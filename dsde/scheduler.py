@@ -89,70 +89,64 @@ class Scheduler:
             In order of service; requests that join in this step come last.
         """
         self.running.sort(key=lambda r: r.order)
-        budget = self.max_tokens_per_step
-        # Decoding comes before prefill: every decoding sequence is sure of one row.
-        owed = sum(1 for r in self.running if r.pending == 1)
-        entries: list[Entry] = []
         preempted = self.preemptions
-        for request in list(self.running):
-            if request not in self.running:  # preempted for one before it
-                continue
-            decoding = request.pending == 1
-            owed -= decoding
-            entry = self._fit(request, budget - owed, sl_limit)
-            while entry is None and self.running[-1] is not request:
-                self._preempt(self.running[-1])
-                entry = self._fit(request, budget - owed, sl_limit)
-            if entry is None:
-                if budget - owed > 0:  # no block to be had, and nobody behind to take it from
-                    self._preempt(request)
-                continue
-            entries.append(entry)
-            budget -= entry.rows + entry.sl
+        # Every decoding sequence is sure of its row and its block, before anyone speculates.
+        for request in [r for r in self.running if r.pending == 1]:
+            self._make_room(request)
+        decoding = [r for r in self.running if r.pending == 1]
+        prompts = [r for r in self.running if r.pending > 1]
+        budget = self.max_tokens_per_step - len(decoding)
+        spare = budget // 2 if prompts or self.waiting else budget  # speculation leaves rows to prompts
+        entries = []
+        for request in decoding:
+            sl = self._lookahead(request, min(sl_limit, spare))
+            self.blocks.reserve(request.table, len(request.tokens) + sl + 1)
+            entries.append(Entry(request, 1, sl))
+            budget -= sl
+            spare -= sl
+        for request in prompts:
+            if budget > 0:
+                entries.append(Entry(request, min(request.pending, budget)))
+                budget -= entries[-1].rows
         # Whoever was preempted just now would only take the blocks back.
         if self.preemptions == preempted:
             entries += self._admit(budget)
         return entries
 
+    def _make_room(self, request: Request) -> None:
+        """Reserve the block of a decoding sequence's next token, if need be by preempting from the back."""
+        while request in self.running and not self.blocks.reserve(request.table, len(request.tokens) + 1):
+            self._preempt(self.running[-1])
+
+    def _lookahead(self, request: Request, most: int) -> int:
+        """Drafts for a decoding sequence: what it asks for, within rows, blocks, its limit and the draft's context."""
+        length = len(request.tokens)
+        bounds = [
+            request.sl,
+            most,
+            self.blocks.room(request.table) - length - 1,
+            request.limit - length - 1,  # one token always comes from the target
+        ]
+        if self.draft_context is not None:
+            bounds.append(self.draft_context - length)
+        return max(0, min(bounds))
+
     def _admit(self, budget: int) -> list[Entry]:
         entries = []
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
-            if request.slot is None and not self.free_slots:
+        while budget > 0:
+            # Preempted requests keep their slot. Without a free one, they come before the head of the queue.
+            ready = self.waiting if self.free_slots else [r for r in self.waiting if r.slot is not None]
+            # The whole prompt gets its blocks at once, so that prompts never take them from each other.
+            if not ready or not self.blocks.reserve(ready[0].table, len(ready[0].tokens) + 1):
                 break
-            # The whole prompt must fit, so that admission alone never causes a preemption.
-            if self.blocks.room(request.table) < len(request.tokens) + 1:
-                break
-            self.waiting.pop(0)
+            request = ready[0]
+            self.waiting.remove(request)
             if request.slot is None:
                 request.slot = self.free_slots.pop()
             self.running.append(request)
-            entry = self._fit(request, budget, 0)
-            assert entry is not None
-            entries.append(entry)
-            budget -= entry.rows
+            entries.append(Entry(request, min(request.pending, budget)))
+            budget -= entries[-1].rows
         return entries
-
-    def _fit(self, request: Request, budget: int, sl_limit: int) -> Entry | None:
-        """The largest entry within `budget` rows for which blocks can be reserved, None if there is none."""
-        if budget <= 0:
-            return None
-        entry = Entry(request, min(request.pending, budget))
-        length = len(request.tokens)
-        if request.pending == 1:
-            entry.sl = max(
-                0,
-                min(
-                    request.sl,
-                    sl_limit,
-                    budget - 1,
-                    request.limit - length - 1,  # one token always comes from the target
-                    self.blocks.room(request.table) - length - 1,
-                    sl_limit if self.draft_context is None else self.draft_context - length,
-                ),
-            )
-        end = length + entry.sl + 1 if entry.verifies else request.cached + entry.rows
-        return entry if self.blocks.reserve(request.table, end) else None
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

@@ -59,7 +59,9 @@ class Scorer:
         for request, tokens in zip(requests, drafts.tokens, strict=True):
             raw.append(logits[first : first + len(tokens) + 1].clone() if request.params.keep_logits else None)
             if request.params.logits_processors:
+                request.cause = None  # what the draft's rows met with is no reason to end
+                prefix = torch.tensor([[*request.tokens, *tokens]], device=logits.device)
                 for j in range(len(tokens) + 1):
-                    process_logits(request, tokens[:j], logits[first + j])
+                    process_logits(request, prefix[:, : len(request.tokens) + j], logits[first + j], logits.shape[1])
             first += len(tokens) + 1
         return logits, raw

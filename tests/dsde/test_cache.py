@@ -9,15 +9,19 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DiffLlamaConfig,
     FalconConfig,
     Gemma2Config,
     GptOssConfig,
+    Llama4TextConfig,
     MambaConfig,
     OPTConfig,
+    Phi3Config,
+    PhimoeConfig,
 )
 
 from dsde.blocks import BlockTable
-from dsde.cache import PackedModel, Segment
+from dsde.cache import CannotPack, PackedModel, PackedRows, Segment
 from tests.dsde.models import COMMON, CONFIGS, VOCAB, build
 
 CUTS = [0, 5, 6, 18, 21]
@@ -37,7 +41,7 @@ def check_packed(model, tables):
     packed = PackedModel(model, 48, 4)
     ta, tb = BlockTable(list(tables[0])), BlockTable(list(tables[1]))
     got_a, got_b = [], []
-    with packed.packed():
+    with torch.inference_mode():
         for i, (start, end) in enumerate(itertools.pairwise(CUTS)):
             part_b = slice(4 * i, 4 * i + 4)
             logits = packed.forward([Segment(a[start:end], start, ta), Segment(b[part_b], 4 * i, tb)])
@@ -86,7 +90,7 @@ def test_rows_beyond_the_mask_strip():
     ids = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = PackedModel(model, 256, 8)
     table = BlockTable(list(range(32)))
-    with packed.packed():
+    with torch.inference_mode():
         got = torch.cat([packed.forward([Segment(ids[s:e], s, table)]) for s, e in ((0, 70), (70, 72), (72, 200))])
     torch.testing.assert_close(got, own_logits(model, ids), rtol=1e-4, atol=2e-6)
 
@@ -95,7 +99,7 @@ def test_keep_selects_rows():
     model = build("llama")
     packed = PackedModel(model, 32, 8)
     table = BlockTable([0])
-    with packed.packed():
+    with torch.inference_mode():
         every = packed.forward([Segment([1, 2, 3, 4], 0, table)])
         some = packed.forward([Segment([1, 2, 3, 4], 0, table)], keep=[3, 1])
     torch.testing.assert_close(some, every[[3, 1]])
@@ -105,7 +109,7 @@ def test_the_models_own_attention_comes_back():
     model = build("llama")
     packed = PackedModel(model, 32, 8)
     before = own_logits(model, [1, 2, 3])
-    with pytest.raises(KeyError), packed.packed():
+    with pytest.raises(KeyError), packed._attention():
         assert model.config._attn_implementation == "dsde_packed"
         raise KeyError
     assert model.config._attn_implementation == "sdpa"
@@ -115,7 +119,7 @@ def test_the_models_own_attention_comes_back():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "cannot run packed: 0 of 2"),
+        (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "cannot run packed .*0 of 2"),
         (
             FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
             "cannot run packed",
@@ -127,6 +131,46 @@ def test_the_models_own_attention_comes_back():
 def test_models_that_cannot_run_packed_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         PackedModel(AutoModelForCausalLM.from_config(config).eval(), 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DiffLlamaConfig(**COMMON), "attends twice"),
+        (PhimoeConfig(**COMMON, sliding_window=7, num_local_experts=2), "sliding window"),
+        (Llama4TextConfig(**COMMON, head_dim=8, attention_chunk_size=8, num_local_experts=1), "chunked_attention"),
+    ],
+    ids=["diffllama", "phimoe", "llama4"],
+)
+def test_attention_that_lives_in_the_mask_or_comes_twice_is_refused(config, message):
+    """Such models would run, and give other tokens than their own."""
+    with pytest.raises(CannotPack, match=message):
+        PackedModel(AutoModelForCausalLM.from_config(config).eval(), 64, 8)
+
+
+def test_a_model_whose_packed_logits_differ_is_refused(monkeypatch):
+    """The probe's own last line of defence: here the model is lied to about its scaling."""
+    model = build("llama")
+    attend = PackedRows.attend
+    monkeypatch.setattr(PackedRows, "attend", lambda self, *a: attend(self, *a[:5], 3.0, *a[6:]))
+    with pytest.raises(CannotPack, match="differ from its own"):
+        PackedModel(model, 64, 8)
+
+
+def test_long_rope_ends_where_its_keys_would_change():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    config = Phi3Config(**COMMON, original_max_position_embeddings=32, rope_parameters=rope)
+    assert PackedModel(AutoModelForCausalLM.from_config(config).eval(), 64, 8).context == 32
+
+
+def test_a_store_that_does_not_fit_says_so():
+    with pytest.raises(MemoryError, match="positions"):
+        PackedModel(build("llama"), 2**45, 8)
+
+
+def test_float64_is_refused():
+    with pytest.raises(ValueError, match="float64"):
+        PackedModel(build("llama").double(), 32, 8)
 
 
 def test_training_mode_is_refused():

@@ -65,21 +65,25 @@ def test_trace_adds_up(tiny):
     assert done.ttft <= done.latency
 
 
-@pytest.mark.parametrize("controller", ["off", "static-3", Dsde(DsdeRule(cap=None))], ids=["off", "static", "dsde"])
+@pytest.mark.parametrize("name", ["off", "static-3", "uncapped dsde"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_output_does_not_depend_on_the_batch(tiny, controller, temperature):
+def test_output_does_not_depend_on_the_batch(tiny, name, temperature):
     """Bit-equal tokens for a seeded request alone or among others.
 
     DSDE with its cap is left out on purpose at temperature > 0: the cap makes a request's lengths depend on its
     neighbours, and noise is keyed by the request's own steps, so its tokens differ though their distribution does not.
     """
     target, draft = tiny("llama")
+
+    def engine():
+        return Engine(target, draft, Dsde(DsdeRule(cap=None)) if name == "uncapped dsde" else name)
+
     batch = prompts([5, 12, 3, 8])
     params = [SamplingParams(max_new_tokens=30, temperature=temperature, seed=i) for i in range(4)]
-    together = Engine(target, draft, controller).generate(batch, params)
-    alone = [Engine(target, draft, controller).generate([p], s)[0] for p, s in zip(batch, params, strict=True)]
+    together = engine().generate(batch, params)
+    alone = [engine().generate([p], s)[0] for p, s in zip(batch, params, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    backwards = Engine(target, draft, controller).generate(batch[::-1], params[::-1])
+    backwards = engine().generate(batch[::-1], params[::-1])
     assert [c.token_ids for c in backwards[::-1]] == [c.token_ids for c in alone]
 
 
@@ -125,6 +129,7 @@ def test_eos_inside_an_accepted_block_ends_the_request_there(tiny):
         assert done.token_ids == expected
         assert done.finish_reason == "stop"
         assert len(done.logprobs) == len(expected)
+        assert sum(step.accepted + 1 for step in done.trace) >= len(expected) >= sum(s.accepted for s in done.trace)
 
 
 def test_eos_comes_from_the_generation_config():
@@ -395,6 +400,112 @@ def test_priorities_and_deadlines_order_service(tiny):
     assert order == ["urgent", "soon", "late", "plain"]
 
 
+def test_a_controller_object_serves_one_engine(tiny):
+    controller = Dsde()
+    Engine(*tiny("llama"), controller)
+    with pytest.raises(ValueError, match="another engine"):
+        Engine(*tiny("llama"), controller)
+
+
+def test_a_processor_that_fails_on_rejected_drafts_only_changes_nothing(tiny):
+    target, draft = tiny("llama")
+    (prompt,) = prompts([6])
+    path = prompt + own_generate(target, prompt)
+
+    def picky(prefix, logits):
+        if prefix[0].tolist() != path[: prefix.shape[1]]:
+            raise KeyError("not on the target's own path")
+        return logits
+
+    params = SamplingParams(max_new_tokens=NEW, logits_processors=[picky])
+    engine = Engine(target, draft, "static-4")
+    (done,) = engine.generate([prompt], params)
+    assert prompt + done.token_ids == path
+    assert engine.stats()["accepted"] < engine.stats()["drafted"]
+
+
+def test_processors_see_the_targets_width_on_a_narrower_draft():
+    target, draft = build("llama", vocab_size=VOCAB + 7), build("llama", seed=1)
+    (prompt,) = prompts([6])
+    force = VOCAB + 3
+
+    def forced(prefix, logits):
+        return torch.full_like(logits, float("-inf")).index_fill(1, torch.tensor([force]), 0.0)
+
+    (done,) = Engine(target, draft, "static-3").generate([prompt], SamplingParams(5, logits_processors=[forced]))
+    assert done.token_ids == [force] * 5
+
+
+def test_callbacks_cannot_step_and_processors_cannot_abort(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "static-3")
+    good = engine.submit([1, 2, 3], SamplingParams(NEW))
+    stepping = engine.submit([4, 5], SamplingParams(NEW), on_tokens=lambda r, new: engine.step())
+    aborting = engine.submit([4, 5], SamplingParams(NEW, logits_processors=[lambda p, x: engine.abort(good.id)]))
+    while engine.has_work:
+        engine.step()
+    assert "not over" in stepping.completion.error and "processor" in aborting.completion.error
+    assert good.completion.token_ids == own_generate(target, [1, 2, 3])
+
+
+def test_callbacks_may_use_the_model_and_gradients(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "static-3")
+    losses = []
+
+    def learn(request, new):
+        ids = torch.tensor([request.tokens])
+        losses.append(target(ids, labels=ids).loss)
+        losses[-1].backward()
+        target.zero_grad()
+
+    done = engine.submit([1, 2, 3], SamplingParams(NEW), on_tokens=learn)
+    while engine.has_work:
+        engine.step()
+    assert done.completion.finish_reason == "length" and losses
+
+
+def test_an_interrupt_in_a_callback_ends_that_request_alone(tiny):
+    target, draft = tiny("llama")
+    engine = Engine(target, draft, "static-3")
+
+    def interrupted(request, new):
+        raise KeyboardInterrupt
+
+    hit = engine.submit([4, 5], SamplingParams(NEW), on_tokens=interrupted)
+    good = engine.submit([1, 2, 3], SamplingParams(NEW))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert hit.completion.finish_reason == "abort"
+    assert good.completion.token_ids == own_generate(target, [1, 2, 3])
+
+
+def test_a_tokenizer_that_fails_ends_only_the_request_that_needs_it(tiny):
+    target, draft = tiny("llama")
+
+    class Broken:
+        def decode(self, ids, **_):
+            raise IndexError("no such piece")
+
+    engine = Engine(target, draft, "static-3", tokenizer=Broken())
+    stop = engine.submit([4, 5], SamplingParams(NEW, stop=["x"]))
+    good = engine.submit([1, 2, 3], SamplingParams(NEW))
+    while engine.has_work:
+        engine.step()
+    assert "no such piece" in stop.completion.error
+    assert good.completion.token_ids == own_generate(target, [1, 2, 3])
+
+
+def test_a_draft_with_a_shorter_learned_context_than_the_prompt(tiny):
+    target, _ = tiny("gpt2")
+    draft = build("gpt2", n_positions=32)
+    batch = prompts([40, 5])
+    done = Engine(target, draft, "static-3", max_tokens_per_step=32).generate(batch, SamplingParams(NEW))
+    assert [c.token_ids for c in done] == [own_generate(target, p) for p in batch]
+
+
 def test_refusals_name_the_argument(tiny):
     target, draft = tiny("llama")
     engine = Engine(target, draft, kv_blocks=4, block_size=8)
@@ -402,12 +513,16 @@ def test_refusals_name_the_argument(tiny):
         (([],), "prompt_ids"),
         (([1, VOCAB],), f"prompt_ids.*{VOCAB}"),
         (([1, -1],), "prompt_ids.*-1"),
+        (("123",), "prompt_ids must be a sequence of ints"),
+        (([1.5],), "prompt_ids must be a sequence of ints"),
         (([1] * 128,), "context of 128"),
         (([1] * 30, SamplingParams(max_new_tokens=3)), "33 KV positions, the pool holds 32"),
         (([1], SamplingParams(max_new_tokens=3, stop=["x"])), "tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(*arguments)
+    with pytest.raises(ValueError, match="priority"):
+        engine.submit([1], SamplingParams(3), priority="high")
     assert not engine.has_work
     with pytest.raises(ValueError, match="prompt_ids"):
         engine.generate([[1, 2], []], SamplingParams(max_new_tokens=3))
@@ -429,6 +544,14 @@ def test_refusals_name_the_argument(tiny):
         ("max_new_tokens", 0),
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", 1e39),
+        ("temperature", 1e-46),
+        ("top_k", 2.5),
+        ("top_k", 2**70),
+        ("top_p", 1e-50),
+        ("seed", 1.5),
+        ("eos", 5),
+        ("eos", [-1]),
         ("top_k", 0),
         ("top_p", 0.0),
         ("top_p", 1.5),

@@ -49,10 +49,42 @@ def test_budget_shrinks_speculation_but_every_sequence_advances():
 def test_speculation_shrinks_before_anyone_is_preempted():
     scheduler = Scheduler(BlockManager(6, 4), 4, 64, None)
     running(scheduler, request(0, 8, cached=7, sl=9), request(1, 8, cached=7, sl=9))
-    # Six blocks of four, two held by each. The first could reach sixteen positions with the two that are free: seven
-    # drafts. Nothing is left for the other, so it is the one to go.
-    assert shape(scheduler.schedule(10)) == [(0, 1, 7)]
-    assert scheduler.waiting[0].id == 1
+    # Six blocks of four: each sequence needs three for its next token, and that leaves room for three drafts.
+    assert shape(scheduler.schedule(10)) == [(0, 1, 3), (1, 1, 3)]
+    assert scheduler.preemptions == 0
+
+
+def test_a_full_step_preempts_nobody():
+    scheduler = Scheduler(BlockManager(100, 4), 8, 8, None)
+    prompt = request(0, 40)
+    running(scheduler, request(1, 5, cached=4), prompt, request(2, 5, cached=4))
+    assert shape(scheduler.schedule(0)) == [(1, 1, 0), (2, 1, 0), (0, 6, 0)]
+    assert scheduler.preemptions == 0
+
+
+def test_prompts_do_not_take_blocks_from_each_other():
+    scheduler = Scheduler(BlockManager(10, 4), 4, 8, None)
+    for r in (request(0, 24), request(1, 24)):
+        scheduler.add(r)
+    assert shape(scheduler.schedule(0)) == [(0, 8, 0)]
+    assert [r.id for r in scheduler.waiting] == [1]
+
+
+def test_without_a_free_slot_a_preempted_request_comes_before_the_head_of_the_queue():
+    scheduler = Scheduler(BlockManager(100, 4), 2, 8, None)
+    preempted = request(1, 6)
+    preempted.slot = scheduler.free_slots.pop()
+    running(scheduler, request(0, 5, cached=4))
+    scheduler.add(preempted)
+    scheduler.add(request(2, 3, priority=9))
+    assert shape(scheduler.schedule(0)) == [(0, 1, 0), (1, 6, 0)]
+
+
+def test_speculation_leaves_rows_to_waiting_prompts():
+    scheduler = Scheduler(BlockManager(100, 4), 4, 11, None)
+    running(scheduler, request(0, 5, cached=4, sl=10))
+    scheduler.add(request(1, 30))
+    assert shape(scheduler.schedule(10)) == [(0, 1, 5), (1, 5, 0)]
 
 
 def test_the_youngest_of_the_lowest_priority_is_preempted():
