@@ -1,16 +1,18 @@
 """``python -m dsde``: generate text, run the demonstration, plot a trace.
 
-Heavy imports wait until a command needs them, so that ``--help`` and usage errors answer at once.
+torch and what needs it is imported by the command that uses it, so that ``--help`` and usage errors answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 _PROMPTS_HELP = """JSON lines, one object a prompt; its "turns" is a list of strings, the first of which is the prompt
@@ -38,6 +40,8 @@ def _user_input(what: str = "") -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 failed, 2 refused)."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the text may hold what the terminal's encoding lacks
     try:
         return args.run(args)
     except _Refused as refusal:
@@ -56,6 +60,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dsde", description="Lossless speculative decoding with a draft length for each sequence.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -63,8 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="decode prompts with a target and a draft model")
     generate.set_defaults(run=_generate)
     models = generate.add_argument_group("models")
-    models.add_argument("--target", required=True, metavar="DIR_OR_ID", help="folder or Hub id of the target model")
-    models.add_argument("--draft", metavar="DIR_OR_ID", help="folder or Hub id of the draft model")
+    models.add_argument(
+        "--target", required=True, type=_name, metavar="DIR_OR_ID", help="folder or Hub id of the target model"
+    )
+    models.add_argument(
+        "--draft", type=_name, metavar="DIR_OR_ID", help="folder or Hub id of the draft model, or ngram: prompt lookup"
+    )
     models.add_argument("--controller", default="dsde", metavar="NAME", help="off, static-K or dsde (default: dsde)")
     models.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     models.add_argument(
@@ -72,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prompts = generate.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
-    prompts.add_argument("--prompts", metavar="FILE.jsonl", help=_PROMPTS_HELP)
+    prompts.add_argument("--prompts", type=_name, metavar="FILE.jsonl", help=_PROMPTS_HELP)
     generate.add_argument("--chat", action="store_true", help="put each prompt into the target's chat template")
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=_count, default=128, metavar="N", help="default: 128")
@@ -84,20 +98,24 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="the text ends with it; repeatable"
     )
-    generate.add_argument("--trace", metavar="FILE.jsonl", help="write each request's steps, for the plot command")
+    generate.add_argument(
+        "--trace", type=_name, metavar="FILE.jsonl", help="write each request's steps, for the plot command"
+    )
 
     demo = commands.add_parser("demo", help="off, static-4 and dsde on the same prompts, timed and compared")
     demo.set_defaults(run=_demo)
     demo.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct instead of the embedded pair")
     demo.add_argument("--prompts", type=_count, metavar="N", help="default: 16; with --llm: 8")
-    demo.add_argument("--max-new-tokens", type=_count, metavar="N", help="default: 96; with --llm: 32")
-    demo.add_argument("--json", metavar="FILE", help="write the figures and their conditions")
-    demo.add_argument("--trace", metavar="FILE.jsonl", help="write the steps of the dsde run, for the plot command")
+    demo.add_argument("--max-new-tokens", type=_count, metavar="N", help="default: 48; with --llm: 32")
+    demo.add_argument("--json", type=_name, metavar="FILE", help="write the figures and their conditions")
+    demo.add_argument(
+        "--trace", type=_name, metavar="FILE.jsonl", help="write the steps of the dsde run, for the plot command"
+    )
 
     plot = commands.add_parser("plot", help="draw a trace: drafted and accepted tokens, SL, KLD, WVIR")
     plot.set_defaults(run=_plot)
-    plot.add_argument("trace", metavar="TRACE.jsonl", help="written by generate or demo with --trace")
-    plot.add_argument("-o", "--output", required=True, metavar="OUT.png")
+    plot.add_argument("trace", type=_name, metavar="TRACE.jsonl", help="written by generate or demo with --trace")
+    plot.add_argument("-o", "--output", required=True, type=_name, metavar="OUT.png")
     plot.add_argument("--request", type=int, metavar="ID", help="default: the request with the most steps")
     return parser
 
@@ -106,7 +124,7 @@ def _generate(args: argparse.Namespace) -> int:
     from dsde import SamplingParams
 
     with _user_input():
-        texts = _read_prompts(args.prompts) if args.prompts else list(_label(args.prompt))
+        texts = _read_prompts(args.prompts) if args.prompts is not None else list(_label(args.prompt))
         params = SamplingParams(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
@@ -118,7 +136,10 @@ def _generate(args: argparse.Namespace) -> int:
     for label, text in texts:
         if not text.strip():
             raise _Refused(f"{label}: the prompt is empty")
-    engine, tokenizer = _load_engine(args)
+        if not _is_unicode(text):
+            raise _Refused(f"{label}: the prompt is no valid Unicode text")
+    _check_writable(args.trace)
+    engine, tokenizer = _load_engine(args, len(texts))
 
     requests = []
     for label, text in texts:
@@ -142,6 +163,20 @@ def _generate(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogate, as bytes that are no UTF-8 become on the command line."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _check_writable(*paths: str | None) -> None:
+    """Refuse output files that cannot be written, before the work whose result they are to hold."""
+    for path in paths:
+        if path is not None:
+            with _user_input():
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                open(path, "a").close()
+
+
 def _label(prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
     return ((f"prompt {i}", prompt) for i, prompt in enumerate(prompts))
 
@@ -161,7 +196,7 @@ def _read_prompts(path: str) -> list[tuple[str, str]]:
     return prompts
 
 
-def _load_engine(args: argparse.Namespace) -> tuple[Any, Any]:
+def _load_engine(args: argparse.Namespace, prompts: int) -> tuple[Any, Any]:
     import torch
 
     from dsde import Engine
@@ -176,12 +211,23 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Any]:
             raise ValueError(f"--controller {args.controller} needs --draft")
         tokenizer = load_tokenizer(args.target)
         draft = None
-        if adapter.sl_limit > 0:
+        if adapter.sl_limit > 0 and args.draft == "ngram":
+            draft = "ngram"
+        elif adapter.sl_limit > 0:
             check_tokenizers(tokenizer, load_tokenizer(args.draft))
             draft = load_model(args.draft, dtype)
         target = load_model(args.target, dtype)
         # The seed is the engine's: a seed of each request would give all prompts the same random numbers.
-        engine = Engine(target, draft, adapter, tokenizer=tokenizer, max_sequences=args.max_sequences, seed=args.seed)
+        sequences = min(args.max_sequences, prompts)
+        engine = Engine(
+            target,
+            draft,
+            adapter,
+            tokenizer=tokenizer,
+            max_sequences=sequences,
+            max_tokens_per_step=max(2048, sequences),
+            seed=args.seed,
+        )
     return engine, tokenizer
 
 
@@ -191,7 +237,10 @@ def _encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError("--chat needs a chat template, which the target's tokenizer lacks")
     message = [{"role": "user", "content": text}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # the template is a program of its own
+        raise ValueError(f"the target's chat template fails: {type(error).__name__}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -235,17 +284,17 @@ def _summary_line(completions: Sequence[Any], wall_s: float) -> str:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from dsde.demo.run import demonstrate, embedded_pair, report, smollm
+    from dsde.demo.run import demonstrate, embedded_pair, packaged_llm, report
 
+    _check_writable(args.json, args.trace)
     _quiet_transformers()
     with _user_input():
-        task = (smollm if args.llm else embedded_pair)(args.prompts, args.max_new_tokens)
+        task = (packaged_llm if args.llm else embedded_pair)(args.prompts, args.max_new_tokens)
     result, completions = demonstrate(task)
     print(report(result))
     with _user_input():
         if args.json:
             import json
-            from pathlib import Path
 
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if args.trace:

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Letters, digits, spaces, indentation, accents, other scripts, an emoji of several bytes.
 _PROBE = "def f(x):\n    return x ** 2  # naïve café, 東京, Привет, 1234567890 🙂\n\n\tThe end."
 
 
-def load_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a causal language model onto the GPU if there is one.
+def load_model(name: str | Path, dtype: torch.dtype = torch.float32, device: str | None = None) -> Any:
+    """Load a causal language model in evaluation mode.
 
     Parameters
     ----------
-    name : str
+    name : str or Path
         A local folder or a model id on the Hub.
     dtype : torch.dtype
         Type of the weights.
+    device : str, optional
+        Where to put it; None takes the GPU if there is one.
 
     Raises
     ------
     ValueError
         Nothing usable is found there.
     """
-    model = _load(AutoModelForCausalLM, name, dtype=dtype)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model = _load(AutoModelForCausalLM, str(name), dtype=dtype)
+    return model.to(device or best_device()).eval()
 
 
-def load_tokenizer(name: str) -> Any:
+def best_device() -> str:
+    """The GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_tokenizer(name: str | Path) -> Any:
     """Load the tokenizer of a local folder or a model id on the Hub; ValueError if there is none."""
-    return _load(AutoTokenizer, name)
+    return _load(AutoTokenizer, str(name))
 
 
 def check_tokenizers(target: Any, draft: Any) -> None:
@@ -65,6 +72,7 @@ def _load(auto: Any, name: str, **options: Any) -> Any:
         raise ValueError(f"no such folder: {name}")
     try:
         return auto.from_pretrained(folder if folder.is_dir() else name, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a broken file makes transformers raise almost anything
         where = f"cannot load {name}" if folder.is_dir() else f"{name} is no folder here and cannot be had from the Hub"
-        raise ValueError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+        kind = "" if isinstance(error, OSError | ValueError) and str(error) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {kind}{textwrap.shorten(str(error), 300, placeholder=' ...')}") from error

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dsde import models
 from dsde.demo import corpus
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -73,13 +74,13 @@ def load_pair(
 
 def load_model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
     """Load one model of a pair from its own folder."""
-    return cast(LlamaForCausalLM, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
+    return cast(LlamaForCausalLM, models.load_model(folder, dtype, "cpu"))
 
 
 @cache
 def load_tokenizer(folder: Path = WEIGHTS) -> PreTrainedTokenizerFast:
     """Load the tokenizer of the pair in `folder`."""
-    return cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(folder / "target"))
+    return cast(PreTrainedTokenizerFast, models.load_tokenizer(folder / "target"))
 
 
 def prompts(n: int) -> list[str]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dsde.models import load_model, load_tokenizer
+
 # The layers that the model misses least. Without four of them its greedy token is still the same six times in ten.
 _DROPPED = (17, 14, 12, 16)
 
@@ -55,8 +57,8 @@ def load_pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
     folder = _cache_folder()
     if not folder.exists():
         _convert(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return target, drop_layers(target, _DROPPED), AutoTokenizer.from_pretrained(folder)
+    target = load_model(folder, dtype, "cpu")
+    return target, drop_layers(target, _DROPPED), load_tokenizer(folder)
 
 
 def prompts(count: int, tokenizer: Any) -> list[list[int]]:

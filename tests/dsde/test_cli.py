@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +163,10 @@ def test_trace_has_a_line_for_each_step(generate, tmp_path):
         (["--prompt", "a", "--target", "./nowhere"], ["./nowhere", "no such folder"]),
         (["--prompt", "a", "--draft", "/no/where"], ["/no/where", "no such folder"]),
         (["--prompts", "nothing.jsonl"], ["nothing.jsonl", "No such file"]),
+        (["--prompt", "fox \udcff"], ["prompt 0", "Unicode"]),
+        (["--prompt", "a", "--temperature", "1", "--top-k", str(10**30)], ["top_k"]),
+        (["--prompt", "a", "--temperature", "1e-320"], ["temperature"]),
+        (["--prompt", "a", "--temperature", "inf"], ["temperature"]),
     ],
 )
 def test_bad_input_ends_with_one_line(generate, options, words):
@@ -176,12 +182,39 @@ def test_bad_input_ends_with_one_line(generate, options, words):
         ('{"turns": []}\n', [":1:", '"turns"']),
         ('{"turns": ["  "]}\n', [":1:", "empty"]),
         ("\n", ["no prompts"]),
+        ('{"turns": ["a"]}\n' + "[" * 100_000, [":2:", "recursion"]),
+        ('{"turns": ["a"], "id": ' + "9" * 5000 + "}", [":1:", "digits"]),
+        ('{"turns": ["\\ud800"]}', [":1:", "Unicode"]),
+        (b"\x89PNG\r\n\x1a\n\xff", ["not UTF-8"]),
     ],
 )
 def test_bad_prompt_file_names_the_line(generate, tmp_path, content, words):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert_refused(generate("--prompts", file), str(file), *words)
+
+
+def test_byte_order_mark_is_skipped(generate, tmp_path, pair):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["jumps"]}\n', encoding="utf-8-sig")
+    assert generate("--prompts", file, "--max-new-tokens", 6)[:2] == (0, reference(pair[0], "jumps", 6) + "\n")
+
+
+def test_trace_that_cannot_be_written_is_refused_before_the_run(generate, tmp_path, monkeypatch):
+    monkeypatch.setattr("dsde.cli._load_engine", lambda *args: pytest.fail("the models were loaded"))
+    assert_refused(generate("--prompt", "a", "--trace", tmp_path), str(tmp_path), "directory")
+    (tmp_path / "file").touch()
+    assert_refused(generate("--prompt", "a", "--trace", tmp_path / "file" / "trace.jsonl"), "file")
+
+
+def test_more_sequences_than_a_step_has_rows(generate, pair):
+    code, out, _ = generate("--prompt", "fox", "--max-sequences", 4000, "--max-new-tokens", 4)
+    assert (code, out) == (0, reference(pair[0], "fox", 4) + "\n")
+
+
+def test_prompt_lookup_as_draft(generate, pair):
+    code, out, _ = generate("--draft", "ngram", "--prompt", "the quick the quick", "--max-new-tokens", 12)
+    assert (code, out) == (0, reference(pair[0], "the quick the quick", 12) + "\n")
 
 
 def test_draft_is_needed(pair, capsys):
@@ -191,6 +224,48 @@ def test_draft_is_needed(pair, capsys):
 
 def test_folder_without_a_model(generate, tmp_path):
     assert_refused(generate("--prompt", "a", "--target", tmp_path), "cannot load", str(tmp_path))
+
+
+@pytest.fixture
+def copied(pair, tmp_path):
+    """``copied(file name, content) -> folder``: the target with that file replaced."""
+
+    def make(name: str, content: str) -> Path:
+        folder = tmp_path / "copy"
+        shutil.copytree(pair[0], folder)
+        (folder / name).write_text(content)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": 3}', '{"version": "1.0", "model": null}', "\0", ""])
+def test_broken_tokenizer(generate, copied, content):
+    folder = copied("tokenizer.json", content)
+    assert_refused(generate("--prompt", "a", "--target", folder), "cannot load", str(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"vocab_size": None},
+        {"rope_parameters": 7},
+        {"model_type": "no such type"},
+    ],
+)
+def test_broken_config(generate, copied, pair, change):
+    config = json.loads((pair[0] / "config.json").read_text())
+    folder = copied("config.json", json.dumps(config | change))
+    assert_refused(generate("--prompt", "a", "--target", folder), "cannot load", str(folder))
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"])
+def test_broken_chat_template(generate, copied, template):
+    folder = copied("chat_template.jinja", template)
+    assert_refused(generate("--prompt", "a", "--chat", "--target", folder), "prompt 0", "chat template")
 
 
 def test_hub_id_without_network(generate, monkeypatch):
@@ -231,7 +306,12 @@ def test_chat_without_a_template(pair, tmp_path, capsys):
         ["generate", "--target", "x", "--prompt", "a", "--top-k", "few"],
         ["generate", "--target", "x", "--prompt", "a", "--max-new-tokens", "0"],
         ["generate", "--target", "x", "--prompt", "a", "--max-sequences", "-1"],
+        ["generate", "--target", "x", "--prompts", ""],
+        ["generate", "--target", "x", "--prompt", "a", "--trace", ""],
+        ["generate", "--target", "", "--prompt", "a"],
+        ["generate", "--target", "x", "--prompt", "a", "--max-sequences", "9" * 5000],
         ["demo", "--prompts", "0"],
+        ["demo", "--json", ""],
         ["plot", "trace.jsonl"],
     ],
 )
@@ -246,3 +326,18 @@ def test_as_a_module(pair):
     done = subprocess.run([*command, "--prompt", "lazy", "--max-new-tokens", "5"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == reference(pair[0], "lazy", 5) + "\n"
+
+
+def test_terminal_that_lacks_a_character(pair):
+    command = [sys.executable, "-m", "dsde", "generate", "--target", str(pair[0]), "--controller", "off"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    # High temperature: bytes of all kinds, so characters beyond ASCII and broken ones.
+    options = ["--prompt", "fox", "--temperature", "50", "--max-new-tokens", "60"]
+    done = subprocess.run([*command, *options], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+
+
+def test_help_waits_for_no_torch():
+    code = "import sys; from dsde.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

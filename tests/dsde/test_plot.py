@@ -12,7 +12,23 @@ from dsde.trace import read_trace, write_trace
 
 
 def completion(request_id: int, trace: list[StepTrace]) -> Completion:
-    return Completion(request_id, [1], [2], [0.0], "length", None, trace, 0.1, 0.2)
+    return Completion(
+        request_id=request_id,
+        prompt_ids=[1],
+        token_ids=[2],
+        logprobs=[0.0],
+        logits=None,
+        finish_reason="length",
+        error=None,
+        trace=trace,
+        ttft=0.1,
+        latency=0.2,
+    )
+
+
+def line(**changes: object) -> str:
+    record = {"request": 0, "step": 0, "sl": 5, "accepted": 3, "kld": 0.4, "wvir": 1.1}
+    return json.dumps(record | changes) + "\n"
 
 
 STEPS = [StepTrace(0, 5, 3, 0.4, 1.1), StepTrace(1, 3, 3, 0.1, None), StepTrace(2, 0, 0, None, None)]
@@ -48,16 +64,26 @@ def test_plot_of_a_run_without_drafts(tmp_path):
         ("", ["no steps"]),
         ("{\n", [":1:", "not JSON"]),
         (json.dumps({"request": 0, "step": 0}) + "\n", [":1:", "fields"]),
+        (line(sl="5"), [":1:", "sl", '"5"']),
+        (line(sl=True), [":1:", "sl", "true"]),
+        (line(accepted=10**400), [":1:", "accepted"]),
+        (line(request=[0]), [":1:", "request", "[0]"]),
+        (line() + line(request="b"), [":2:", "request", '"b"']),
+        (line(kld="0.5"), [":1:", "kld", '"0.5"']),
+        (line(wvir=10**400), [":1:", "wvir"]),
+        ("[" * 100_000, [":1:", "recursion"]),
+        ("9" * 5000, [":1:", "digits"]),
+        (b"\x89PNG\xff", ["not UTF-8"]),
     ],
 )
 def test_bad_trace_ends_with_one_line(tmp_path, capsys, content, words):
     path = tmp_path / "trace.jsonl"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["plot", str(path), "-o", str(tmp_path / "out.png")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("dsde: error: ")
     assert err.count("\n") == 1
-    assert all(word in err for word in words)
+    assert all(word in err for word in (str(path), *words)), err
 
 
 @pytest.mark.parametrize(
