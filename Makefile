@@ -5,7 +5,7 @@
 #   make test        run the tests
 #   make test-transformers   the tests of the drop-in with the newest and the oldest transformers supported
 #   make lint        ruff and mypy
-#   make bench       microbenchmarks
+#   make bench       decode against transformers; memory over 1,000 requests; results as JSON lines in bench/results
 #   make figure      draw docs/figure.png from a fresh run of the demo
 #   make clean       remove the virtual environment and everything that was built
 #
@@ -23,7 +23,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 
-GPU := $(shell command -v nvidia-smi rocm-smi 2>/dev/null | head -n 1)
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH ?= torch==2.13.0
 
@@ -62,7 +61,9 @@ lint: $(VENV)/dev.done
 	$(BIN)/mypy
 
 bench: $(VENV)/dev.done
-	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
+	@mkdir -p bench/results
+	$(BIN)/python -m bench.memory --out bench/results/memory.jsonl
+	$(BIN)/python -m bench.decode --out bench/results/decode.jsonl $(ARGS)
 
 figure: $(VENV)/dev.done
 	$(BIN)/python -m dsde demo --trace build/trace.jsonl $(ARGS)
@@ -79,17 +80,19 @@ $(VENV)/python.done:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# PyPI's Linux build is the CUDA one, so without a GPU the CPU build is asked for by its own version first.
+# PyPI's Linux build is the CUDA one, so without a GPU the CPU build is asked for by its own version first. Why that
+# failed is told only if the default build fails as well.
 $(VENV)/torch.done: $(VENV)/python.done
-ifneq ($(GPU),)
-	@echo "== Installing $(TORCH) for the GPU that $(notdir $(GPU)) reports"
-	@$(PIP) "$(TORCH)" $(INDEX)
-else
-	@echo "== No GPU found: installing $(TORCH), CPU build"
-	@$(PIP) "$(TORCH)+cpu" $(INDEX) 2>/dev/null \
-		|| { echo "   no separate CPU build in the index of pip: taking its default build (see TORCH_INDEX in the Makefile)"; \
-		     $(PIP) "$(TORCH)" $(INDEX); }
-endif
+	@if nvidia-smi -L >/dev/null 2>&1 || rocm-smi >/dev/null 2>&1; then \
+		echo "== GPU found: installing $(TORCH)"; \
+		$(PIP) "$(TORCH)" $(INDEX); \
+	else \
+		echo "== No GPU found: installing $(TORCH), CPU build"; \
+		$(PIP) "$(TORCH)+cpu" $(INDEX) 2>$(VENV)/torch.log || { \
+			echo "   the index of pip has no CPU build of its own: taking its default build (see TORCH_INDEX in the Makefile)"; \
+			$(PIP) "$(TORCH)" $(INDEX) || { echo "== The CPU build had failed with:"; cat $(VENV)/torch.log; exit 1; } >&2; \
+		}; \
+	fi
 	@touch $@
 
 $(VENV)/run.done: $(VENV)/torch.done pyproject.toml
