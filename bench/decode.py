@@ -5,7 +5,8 @@
 At batch 1 the rivals are transformers' `generate` and its assisted generation with the same pair (its default draft
 length schedule); at the larger batch its `generate` on the left-padded batch. Every competitor decodes the same prompts
 in float32 on the same threads; they take turns within a round, and a ratio is the median over rounds of the ratio
-within a round, so a machine that drifts does so for all. Greedy outputs are compared token for token.
+within a round, so a machine that drifts does so for all. Every other figure is the median over rounds too. Greedy
+outputs are compared token for token, in every round.
 
 `overhead` is the share of the engine's step that is not a model's forward pass: schedule, draft sampling, verify,
 adapt, commit. Figures of a CPU run time the CPU backend.
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from bench.environment import environment
 from dsde import Engine, SamplingParams
 from dsde.demo.pair import load_pair, prompts
-from dsde.metrics import percentile
+from dsde.metrics import summary
 
 Run = Callable[[], tuple[list[list[int]], dict[str, float]]]
 
@@ -38,19 +39,16 @@ def own(pair: tuple[Any, Any], controller: str, batch: int, ids: Sequence[list[i
     engine = Engine(*pair, controller, max_sequences=batch)
 
     def run() -> tuple[list[list[int]], dict[str, float]]:
-        before = engine.stats()
+        before, start = engine.stats(), time.perf_counter()
         # At batch 1 the requests follow each other, so that none waits in the queue.
         groups = [[p] for p in ids] if batch == 1 else [ids]
         done = [c for group in groups for c in engine.generate(group, params)]
+        figures = summary(done, time.perf_counter() - start)
         spent = {k: engine.stats()[k] - before[k] for k in before}
-        forward = spent["target_seconds"] + spent["draft_seconds"]
         return [c.token_ids for c in done], {
-            "overhead": 1 - forward / spent["seconds"],
+            "overhead": 1 - (spent["target_seconds"] + spent["draft_seconds"]) / spent["seconds"],
             "step_ms": 1e3 * spent["seconds"] / spent["steps"],
-            "drafted_per_step": spent["drafted"] / sum(len(c.trace) for c in done),
-            "accepted_per_step": spent["accepted"] / sum(len(c.trace) for c in done),
-            "latency_p50": percentile([c.latency for c in done], 50),
-            "latency_p99": percentile([c.latency for c in done], 99),
+            **{k: figures[k] for k in ("mean_sl", "accepted_per_step", "latency_p50", "latency_p99")},
         }
 
     return run
@@ -70,8 +68,8 @@ def rival(target: Any, draft: Any | None, batch: int, ids: Sequence[list[int]], 
         for start in range(0, len(ids), batch):
             group = ids[start : start + batch]
             width = max(map(len, group))
-            padded = torch.tensor([[0] * (width - len(p)) + p for p in group])
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group])
+            padded = torch.tensor([[0] * (width - len(p)) + p for p in group], device=target.device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=target.device)
             with torch.inference_mode():
                 outputs += target.generate(padded, attention_mask=mask, **options)[:, width:].tolist()
         return outputs, {}
@@ -82,14 +80,18 @@ def rival(target: Any, draft: Any | None, batch: int, ids: Sequence[list[int]], 
 def compare(batch: int, runs: dict[str, Run], rounds: int) -> list[dict[str, Any]]:
     """Time the competitors in turns; one row each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    outputs, figures = {}, {}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    identical = dict.fromkeys(runs, True)
+    outputs = {}
+    reference = next(iter(runs))
     for turn in tqdm(range(rounds + 1), desc=f"batch {batch}", unit="round"):  # round 0 warms up
         for name, run in runs.items():
             start = time.perf_counter()
-            outputs[name], figures[name] = run()
+            outputs[name], measured = run()
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    reference = next(iter(runs))
+                figures[name].append(measured)
+            identical[name] &= outputs[name] == outputs[reference]
     return [
         {
             "batch": batch,
@@ -100,11 +102,27 @@ def compare(batch: int, runs: dict[str, Run], rounds: int) -> list[dict[str, Any
                 for other in runs
                 if other != name
             },
-            "identical": outputs[name] == outputs[reference],
-            **figures[name],
+            "identical": identical[name],
+            **{key: statistics.median(f[key] for f in figures[name]) for key in figures[name][0]},
         }
         for name in runs
     ]
+
+
+def _line(row: dict[str, Any], sampled: bool) -> str:
+    """Return a row of the table; a cell without a figure stays empty."""
+    ratios = {**row["ratio_to"], row["name"]: 1.0}
+    cells = [
+        str(row["batch"]),
+        row["name"],
+        f"{row['tokens_per_s']:.1f}",
+        *(f"{ratios[n]:.2f}x" if n in ratios else "" for n in ("transformers", "transformers, assisted", "off")),
+        *(f"{row[k]:.2f}" if k in row else "" for k in ("mean_sl", "accepted_per_step")),
+        *(f"{1e3 * row[k]:.0f}" if k in row else "" for k in ("latency_p50", "latency_p99")),
+        f"{row['overhead']:.1%}" if "overhead" in row else "",
+        "sampled" if sampled else str(row["identical"]),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -124,6 +142,8 @@ def main() -> None:
     target, draft, tokenizer = load_pair(torch.float32)
     ids = [tokenizer(text).input_ids for text in prompts(options.prompts)]
     params = SamplingParams(options.max_new_tokens, options.temperature, eos=())
+    conditions = environment(target) | vars(options)
+    print(", ".join(f"{k} {v}" for k, v in conditions.items() if k != "out"), flush=True)
     controllers = ("off", "static-2", "static-4", "dsde")
     rows = []
     for batch in (1, options.prompts):
@@ -133,18 +153,14 @@ def main() -> None:
         runs |= {name: own((target, draft), name, batch, ids, params) for name in controllers}
         rows += compare(batch, runs, options.rounds)
 
-    conditions = environment(target) | vars(options)
-    print("\n" + ", ".join(f"{k} {v}" for k, v in conditions.items() if k != "out") + "\n")
-    print("| batch | competitor | tokens/s | vs transformers | vs off | accepted/step | overhead | identical |")
-    print("|--:|:--|--:|--:|--:|--:|--:|:--|")
+    print(
+        "\n| batch | competitor | tokens/s | vs transformers | vs assisted | vs off | drafted/step | accepted/step ",
+        end="",
+    )
+    print("| latency p50, ms | p99, ms | overhead | identical |")
+    print("|--:|:--|" + "--:|" * 9 + ":--|")
     for row in rows:
-        ratios = {**row["ratio_to"], row["name"]: 1.0}
-        identical = "sampled" if options.temperature else row["identical"]
-        print(
-            f"| {row['batch']} | {row['name']} | {row['tokens_per_s']:.1f} | {ratios['transformers']:.2f}x "
-            f"| {ratios['off']:.2f}x | {row.get('accepted_per_step', float('nan')):.2f} "
-            f"| {row.get('overhead', float('nan')):.1%} | {identical} |"
-        )
+        print(_line(row, sampled=options.temperature > 0))
     if options.out:
         with open(options.out, "a", encoding="utf-8") as file:
             for row in rows:

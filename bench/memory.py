@@ -3,13 +3,15 @@
     python -m bench.memory [--requests N] [--out FILE.jsonl]
 
 Prints the resident set after each tenth of the requests. The first tenths touch the key-value pool for the first time;
-from then on the line should be flat.
+from then on the line should be flat: the exit code is 1 if the second half grows by more than `MOST_GROWTH` MiB or a
+block is missing at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import torch
 
@@ -17,9 +19,12 @@ from bench.environment import environment, resident_mib
 from dsde import Engine, SamplingParams
 from dsde.demo.pair import load_pair, prompts
 
+MOST_GROWTH = 8.0
+"""MiB that the second half of the requests may add: what the allocator of a flat process still moves."""
 
-def main() -> None:
-    """Run the requests and print what is held after each tenth."""
+
+def main() -> int:
+    """Run the requests, print what is held after each tenth and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--max-new-tokens", type=int, default=8)
@@ -50,7 +55,15 @@ def main() -> None:
     if options.out:
         with open(options.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
+    faults = []
+    if result["growth_mib_second_half"] > MOST_GROWTH:
+        faults.append(f"the second half grew by {result['growth_mib_second_half']} MiB, more than {MOST_GROWTH}")
+    if result["free_blocks"] != result["blocks"]:
+        faults.append(f"{result['free_blocks']} of {result['blocks']} blocks are free")
+    for fault in faults:
+        print(f"FAILED: {fault}", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
