@@ -109,6 +109,10 @@ def compile_case(target: str, dtype: str, number: int) -> dict:
     return {"kernel": name, "dtype": dtype, "target": target, **needs, "shared": compiled.metadata.shared}
 
 
+def fits(needs: dict) -> bool:
+    return needs["spills"] == needs["stack"] == 0 and needs["registers"] <= LIMIT
+
+
 def _is_pointer(argument: str) -> bool:
     return argument in (
         "draft", "target_threshold", "draft_threshold", "table", "slots", "weights", "next_sl", "sl_cap"
@@ -140,15 +144,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsde_kernels.aot", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     targets = parser.parse_args(arguments).target
+    os.environ["TRITON_INTERPRET"] = "0"
     work = [
         (target, dtype, number) for target in targets for dtype in _DTYPES for number in range(len(list(cases(dtype))))
     ]
-    fits = True
+    all_fit = True
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for result in pool.map(compile_case, *zip(*work, strict=True)):
             print(json.dumps(result), flush=True)
-            fits &= result["spills"] == result["stack"] == 0 and result["registers"] <= LIMIT
-    return 0 if fits else 1
+            all_fit &= fits(result)
+    return 0 if all_fit else 1
 
 
 if __name__ == "__main__":

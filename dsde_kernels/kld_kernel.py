@@ -176,7 +176,7 @@ def merge(
     return m_t, s_t, kept_t if TARGET_KEPT else s_t, m_d, s_d, kept_d if DRAFT_KEPT else s_d, kl, argmax
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def kl_kernel(
     target, target_stride,  # [R, Vt]
     draft, draft_stride,  # [R, Vd]

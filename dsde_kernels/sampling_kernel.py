@@ -35,7 +35,8 @@ def race(
     Weights are 2^t; where `residual` is set, less 2^d * draft_scale, or 0 at the column `banned` where there is no
     draft row; never below 0. Where `greedy` is set the winner is the first column of the maximum.
     """
-    token, best, heaviest = 0, 0.0, 0.0
+    token = tl.full([], 0, tl.int32)
+    best, heaviest = 0.0, 0.0
     width = tl.where(residual, shared, 0)
     banned = tl.where(residual, banned, -1)
     s = tl.zeros([TILE], tl.float32)
@@ -73,7 +74,7 @@ def race(
     return token, best, heaviest, top, total(s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "step", "offset", "threshold"])
 def sample_kernel(
     logits, stride,  # [R, V]
     temperature, seed, step, offset,  # [R]

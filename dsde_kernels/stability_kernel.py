@@ -109,7 +109,7 @@ def update_slot(
     return sl, tl.where(proposed, done, was_past), proposed
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "kld", "cu_draft", "num_accepted", "temperature"])
 def update_kernel(
     table, slots, weights,  # [capacity, window + NUMBERS], [B], [2, WINDOW]
     kld, cu_draft, num_accepted, temperature, ok,  # [N], [B+1], [B], [B] or None, [B] or None

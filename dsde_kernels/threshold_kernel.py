@@ -64,7 +64,7 @@ def _search(row, vocabulary, top, scale, least, target, MASS: tl.constexpr, PASS
     return settled
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p"])
 def threshold_kernel(
     logits, stride,  # [R, V]
     temperature, top_k, top_p, min_p,  # [R]; the last three or None

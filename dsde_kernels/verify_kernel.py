@@ -163,7 +163,13 @@ def _cap(next_sl, sl_cap, sequences, CAP: tl.constexpr):
     tl.store(sl_cap, tl.where(votes > 0, cap.to(tl.float32), INF))
 
 
-@triton.jit
+@triton.jit(
+    # A batch that grows or a vector that is a slice of another must not compile the kernel again.
+    do_not_specialize=["sequences", "max_draft"],
+    do_not_specialize_on_alignment=[
+        "draft_tokens", "cu_draft", "temperature", "seed", "step", "target_threshold", "draft_threshold", "slots"
+    ],
+)  # fmt: skip
 def verify_kernel(
     target, target_stride, draft, draft_stride,  # [N+B, Vt]; [N, Vd] or None
     draft_tokens, cu_draft, temperature, seed, step,  # [N], [B+1], [B], [B], [B]

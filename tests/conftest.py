@@ -1,7 +1,12 @@
 """Fixtures for every test."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the first one
 
 
 @pytest.fixture(scope="session")
