@@ -20,8 +20,9 @@ from transformers import (
     PhimoeConfig,
 )
 
+from dsde.attention import PackedRows
 from dsde.blocks import BlockTable
-from dsde.cache import CannotPack, PackedModel, PackedRows, Segment
+from dsde.cache import CannotPack, PackedModel, Segment
 from tests.dsde.models import COMMON, CONFIGS, VOCAB, build
 
 CUTS = [0, 5, 6, 18, 21]

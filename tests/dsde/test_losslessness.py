@@ -1,9 +1,9 @@
 """Sampled output has the target's distribution, whatever the draft says.
 
-The draft is adversarial: it likes exactly what the target dislikes. The target's exact distribution of the second
-token, and of the second and third together, comes from running it over all prefixes. The first token comes from the
-prompt's own step, the later ones from drafts. Each bound is the chi-square quantile at a false-alarm probability of
-1e-4 a comparison; seeds are fixed, so the outcome is the same on every run of one machine.
+The draft is adversarial: it likes exactly what the target dislikes. The exact distributions of the second and third
+token, and of each with the one behind it, come from running the target over all prefixes. The first token comes from
+the prompt's own step, the later ones from drafts. The bound on each p-value is its false-alarm probability, 1e-4; seeds
+are fixed, so the outcome is the same on every run of one machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from scipy.stats import chi2
 
 from dsde import Dsde, Engine, SamplingParams, Static
+from dsde_kernels import DsdeRule
 from tests.dsde.models import build
 
 VOCAB = 8
-SAMPLES = 12_000
+SAMPLES = 8_000
 FALSE_ALARM = 1e-4
 
 
@@ -33,22 +34,28 @@ def pair():
 
 
 def exact(target, prompt, temperature):
-    """P(x1, x2, x3) by the target itself, [V, V, V]."""
-    prefixes = torch.tensor([[*prompt, a, b] for a, b in itertools.product(range(VOCAB), repeat=2)])
+    """P(x1, x2, x3, x4) by the target itself, [V, V, V, V]."""
+    prefixes = torch.tensor([[*prompt, *p] for p in itertools.product(range(VOCAB), repeat=3)])
     with torch.inference_mode():
         p = (target(prefixes).logits.double() / temperature).softmax(-1)
     n = len(prompt)
-    first = p[0, n - 1]
-    second = p[::VOCAB, n]
-    third = p[:, n + 1].view(VOCAB, VOCAB, VOCAB)
-    return first[:, None, None] * second[:, :, None] * third
+    return torch.stack(
+        [
+            p[:, n - 1 + i]
+            .view(VOCAB, VOCAB, VOCAB, VOCAB)[(slice(None),) * i + (0,) * (3 - i)]
+            .reshape(*([VOCAB] * (i + 1)), *([1] * (3 - i)))
+            .expand(*([VOCAB] * 4))
+            for i in range(4)
+        ]
+    )
 
 
 def sample(pair, controller, params):
     engine = Engine(*pair, controller, max_sequences=500, kv_blocks=1500, block_size=8)
     prompt = [1, 2, 3]
     done = engine.generate([prompt] * SAMPLES, params)
-    return prompt, torch.tensor([c.token_ids for c in done]), engine.stats()
+    lengths = {c.trace[2].sl for c in done if len(c.trace) > 2}
+    return prompt, torch.tensor([c.token_ids for c in done]), engine.stats(), lengths
 
 
 def p_value(counts, probabilities):
@@ -66,28 +73,58 @@ def p_value(counts, probabilities):
 
 
 def compare(tokens, joint):
-    """p-values of the second token and of the pair (second, third)."""
-    second = torch.bincount(tokens[:, 1], minlength=VOCAB).double()
-    both = torch.bincount(tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**2).double()
-    return p_value(second, joint.sum((0, 2))), p_value(both, joint.sum(0))
+    """p-values of the second and the third token, and of each with the one behind it."""
+    values = []
+    for at in (1, 2):
+        single = torch.bincount(tokens[:, at], minlength=VOCAB).double()
+        both = torch.bincount(tokens[:, at] * VOCAB + tokens[:, at + 1], minlength=VOCAB**2).double()
+        others = [i for i in range(4) if i != at]
+        values.append(p_value(single, joint.sum(others)))
+        values.append(p_value(both, joint.sum([i for i in others if i != at + 1])))
+    return values
 
 
-@pytest.mark.parametrize("controller", ["off", "static-3", "dsde"])
+class _Nosy(Static):
+    """Drafts long where the last step's drafts, rejected ones included, diverged much: a controller bent on harm."""
+
+    def observe(self, requests, result):
+        first = 0
+        for request, step in zip(requests, self.counts, strict=True):
+            signal = result.kld[first : first + step].sum().item()
+            first += step
+            request.sl = 1 + (signal > 2.0) * 2
+
+    def verify(self, requests, **inputs):
+        self.counts = inputs["cu_draft"].diff().tolist()
+        return super().verify(requests, **inputs)
+
+
+# Out of calibration after the first drafts, so that the KLD of discarded drafts decides the lengths that follow.
+_SHORT = DsdeRule(sl_min=1, sl_start=1, sl_limit=3, calibration_tokens=1, alpha=0.1, cap="ceil")
+CONTROLLERS = {
+    "off": lambda: "off",
+    "static": lambda: "static-3",
+    "dsde": lambda: Dsde(_SHORT),
+    "nosy": lambda: _Nosy(3),
+}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
 def test_sampled_output_has_the_targets_distribution(pair, controller):
-    prompt, tokens, stats = sample(pair, controller, SamplingParams(max_new_tokens=4, temperature=0.5))
+    params = SamplingParams(max_new_tokens=6, temperature=0.5)
+    prompt, tokens, stats, lengths = sample(pair, CONTROLLERS[controller](), params)
+    if controller in ("dsde", "nosy"):
+        assert len(lengths) > 1  # the lengths depend on the drafts
     if controller != "off":
         assert 0.02 < stats["accepted"] / stats["drafted"] < 0.6  # both branches are taken
-    for p in compare(tokens, exact(pair[0], prompt, 0.5)):
+    for p in compare(tokens, exact(pair[0], prompt, 0.5).prod(0)):
         assert p > FALSE_ALARM
 
 
 def test_truncated_output_has_the_truncated_distribution(pair):
-    params = SamplingParams(max_new_tokens=4, temperature=1.0, top_k=5, top_p=0.9)
-    prompt, tokens, _ = sample(pair, "static-3", params)
-    joint = exact(pair[0], prompt, 1.0)
-    first = joint.sum((1, 2))
-    second = joint.sum(2) / first[:, None]
-    third = joint / joint.sum(2, keepdim=True)
+    params = SamplingParams(max_new_tokens=6, temperature=1.0, top_k=5, top_p=0.9)
+    prompt, tokens, _, _ = sample(pair, "static-3", params)
+    conditionals = exact(pair[0], prompt, 1.0)
 
     def cut(p):
         order = p.argsort(-1, descending=True)
@@ -98,7 +135,8 @@ def test_truncated_output_has_the_truncated_distribution(pair):
         ranked /= ranked.sum(-1, keepdim=True)
         return torch.zeros_like(p).scatter(-1, order, ranked)
 
-    joint = cut(first)[:, None, None] * cut(second)[:, :, None] * cut(third)
+    # Each conditional is a distribution over its own dimension.
+    joint = torch.stack([cut(p.movedim(i, -1)).movedim(-1, i) for i, p in enumerate(conditionals)]).prod(0)
     for p in compare(tokens, joint):
         assert p > FALSE_ALARM
 
@@ -116,9 +154,9 @@ class _Biased(Static):
 
 
 def test_a_bias_of_three_percent_is_caught(pair):
-    prompt, tokens, _ = sample(pair, _Biased(3), SamplingParams(max_new_tokens=4, temperature=0.5))
-    single, both = compare(tokens, exact(pair[0], prompt, 0.5))
-    assert single < FALSE_ALARM and both < FALSE_ALARM
+    prompt, tokens, _, _ = sample(pair, _Biased(3), SamplingParams(max_new_tokens=6, temperature=0.5))
+    values = compare(tokens, exact(pair[0], prompt, 0.5).prod(0))
+    assert values[0] < FALSE_ALARM and values[1] < FALSE_ALARM
 
 
 def test_seeded_runs_repeat_and_seeds_differ(pair):
