@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 def test_quick_start_runs():
     (code,) = blocks("python")
-    assert len(code.splitlines()) == 6
+    assert len([line for line in code.splitlines() if line]) == 6
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 4
@@ -37,7 +37,7 @@ def test_make_targets_exist():
 def test_commands_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dsde").symlink_to(ROOT / "dsde")
-    commands = re.findall(r"^python -m dsde (.*)$", README, flags=re.MULTILINE)
+    commands = re.findall(r"^\.venv/bin/python -m dsde (.*)$", README, flags=re.MULTILINE)
     assert len(commands) == 2
     assert [main(shlex.split(command)) for command in commands] == [0, 0]
 
@@ -54,7 +54,8 @@ def test_file_tree_is_what_there_is():
             paths.append(folder / name)
     assert [p for p in paths if not p.exists()] == []
     modules = {p for p in (ROOT / "dsde").glob("*.py") if not p.name.startswith("__")}
-    assert sorted(modules - set(paths)) == []
+    packages = {p.parent for p in (*ROOT.glob("*/__init__.py"), *ROOT.glob("dsde/*/__init__.py"))}
+    assert sorted((modules | packages) - set(paths)) == []
 
 
 def test_links_lead_to_files():
