@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -37,6 +38,16 @@ def test_demo_prints_a_row_for_each_mode_and_batch(task, tmp_path, capsys):
     assert [row["tokens"] for row in result["rows"]] == [36] * 6
     assert [row["ratio_to_off"] for row in result["rows"] if row["mode"] == "off"] == [1, 1]
     assert sorted(read_trace(trace)) == [0, 1, 2]
+
+
+def test_demo_decodes_some_prompts_alone_on_the_threads_of_the_task(task, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    result, _ = run.demonstrate(dataclasses.replace(task, singly=2, threads=1))
+    assert [row["decoded"] for row in result["rows"]] == [6, 6, 6, 4, 4, 4]
+    assert result["identical"]
+    assert "torch threads: 1," in run.report(result)
+    assert "at batch 1 the first 2;" in run.report(result)
 
 
 def test_demo_fails_when_outputs_differ(task, monkeypatch, capsys):
