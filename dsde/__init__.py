@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .controllers import Controller, Dsde, Static
     from .engine import Engine
-    from .generate import Decoder, patch
+    from .generate.decoder import Decoder
+    from .generate.patch import patch
     from .request import Completion, Request, SamplingParams, StepTrace
 
 __all__ = [
