@@ -92,9 +92,8 @@ class PackedModel:
         self.masks = Masks(model.dtype, model.device)
         parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         self._configs = list({id(m.config): m.config for m in parts}.values())
-        with torch.inference_mode():
-            self._allocate()
-            self._probe()
+        self._allocate()
+        self._probe()
         self.seconds = 0.0
 
     @property
@@ -108,7 +107,7 @@ class PackedModel:
         return self.model.dtype
 
     def forward(self, segments: Sequence[Segment], keep: Sequence[int] | None = None) -> torch.Tensor:
-        """Run the segments in one pass; call it in inference mode.
+        """Run the segments in one pass; to be called within `packed`.
 
         Parameters
         ----------
@@ -134,26 +133,29 @@ class PackedModel:
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, wanted: int | torch.Tensor, rows: PackedRows | Shapes
     ) -> torch.Tensor:
-        with self._attention():
-            start = time.perf_counter()
-            logits: torch.Tensor = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=wanted,
-                packed_rows=rows,
-            ).logits[0]
-            self.seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        logits: torch.Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=wanted,
+            packed_rows=rows,
+        ).logits[0]
+        self.seconds += time.perf_counter() - start
         return logits
 
     @contextlib.contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Within it the model attends through this store; its own attention implementation comes back afterwards."""
+    def packed(self) -> Iterator[None]:
+        """Within it `forward` may be called: the model attends through this store, and gradients are off.
+
+        Its own attention implementation comes back afterwards.
+        """
         before = [c._attn_implementation for c in self._configs]
         try:
             for config in self._configs:
                 config._attn_implementation = attention.NAME
-            yield
+            with torch.inference_mode():
+                yield
         finally:
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
@@ -201,22 +203,24 @@ class PackedModel:
         tables = [BlockTable(list(range(j, blocks // 2 * 2, 2))) for j in range(2)]
         cut = length // 2
 
-        def packed() -> torch.Tensor:
+        def ours() -> torch.Tensor:
             parts = [
                 self.forward([Segment(t[a:b], a, table) for t, table in zip(texts, tables, strict=True)])
                 for a, b in ((0, cut), (cut, length))
             ]
             return torch.cat((parts[0].unflatten(0, (2, -1)), parts[1].unflatten(0, (2, -1))), 1)
 
-        ours = self._attempt(packed).float()
-        theirs = torch.cat([self.model(torch.tensor([t], device=self.device), use_cache=False).logits for t in texts])
-        error = (ours - theirs.float()).norm() / theirs.float().norm()
+        packed = self._attempt(ours).float()
+        with torch.inference_mode():
+            own = [self.model(torch.tensor([t], device=self.device), use_cache=False).logits for t in texts]
+        error = (packed - torch.cat(own).float()).norm() / torch.cat(own).float().norm()
         if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
             raise self._refusal(f"packed logits differ from its own by {error:.1%}")
 
     def _attempt(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         try:
-            return run()
+            with self.packed():
+                return run()
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as cause:  # whatever a model does that was not written for a foreign attention function

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +33,7 @@ class SequentialModel:
         # transformers called this argument past_key_values before 5.2x.
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        with torch.inference_mode():
+        with self.packed():
             self.vocabulary = self.forward([Segment([0], 0, BlockTable())]).shape[1]
         self.seconds = 0.0
 
@@ -42,6 +43,12 @@ class SequentialModel:
         logits = torch.cat([self._run(s) for s in segments])
         self.seconds += time.perf_counter() - start
         return logits if keep is None else logits[torch.tensor(keep, device=self.device)]
+
+    @contextlib.contextmanager
+    def packed(self) -> Iterator[None]:
+        """As `PackedModel.packed`; nothing of the model is changed."""
+        with torch.inference_mode():
+            yield
 
     def _run(self, segment: Segment) -> torch.Tensor:
         if segment.start == 0:

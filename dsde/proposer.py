@@ -77,34 +77,37 @@ class ModelProposer:
         logits: torch.Tensor | None = None
         threshold: torch.Tensor | None = None
         offset = 0
-        while segments:
-            last, end = [], 0
-            for s in segments[: len(live)]:
-                end += len(s.ids)
-                last.append(end - 1)
-            q = self.model.forward(segments, keep=last or [0])[:, : self.vocabulary]
-            if not live:
-                break
-            for row, i in enumerate(live):
-                if requests[i].params.logits_processors:
-                    prefix = torch.tensor([[*requests[i].tokens, *drafts[i]]], device=q.device)
-                    process_logits(requests[i], prefix, q[row], self.vocabulary)
-            rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
-            cut = rows.threshold(q)
-            step_offset = torch.full_like(rows.step, offset)
-            chosen = dk.sample(q, rows.temperature, rows.seed, rows.step, step_offset, threshold=cut)
-            for i, token in zip(live, chosen.tolist(), strict=True):
-                drafts[i].append(token)
-            if logits is None:
-                logits = q.new_empty(sum(lengths), q.shape[1])
-                threshold = None if cut is None else cut.new_empty(len(logits))
-            where = torch.tensor([starts[i] + offset for i in live], device=q.device)
-            logits.index_copy_(0, where, q)
-            if threshold is not None and cut is not None:
-                threshold.index_copy_(0, where, cut)
-            offset += 1
-            live = [i for i in live if lengths[i] > offset]
-            segments = [Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live]
+        with self.model.packed():
+            while segments:
+                last, end = [], 0
+                for s in segments[: len(live)]:
+                    end += len(s.ids)
+                    last.append(end - 1)
+                q = self.model.forward(segments, keep=last or [0])[:, : self.vocabulary]
+                if not live:
+                    break
+                for row, i in enumerate(live):
+                    if requests[i].params.logits_processors:
+                        prefix = torch.tensor([[*requests[i].tokens, *drafts[i]]], device=q.device)
+                        process_logits(requests[i], prefix, q[row], self.vocabulary)
+                rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
+                cut = rows.threshold(q)
+                step_offset = torch.full_like(rows.step, offset)
+                chosen = dk.sample(q, rows.temperature, rows.seed, rows.step, step_offset, threshold=cut)
+                for i, token in zip(live, chosen.tolist(), strict=True):
+                    drafts[i].append(token)
+                if logits is None:
+                    logits = q.new_empty(sum(lengths), q.shape[1])
+                    threshold = None if cut is None else cut.new_empty(len(logits))
+                where = torch.tensor([starts[i] + offset for i in live], device=q.device)
+                logits.index_copy_(0, where, q)
+                if threshold is not None and cut is not None:
+                    threshold.index_copy_(0, where, cut)
+                offset += 1
+                live = [i for i in live if lengths[i] > offset]
+                segments = [
+                    Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live
+                ]
         return Drafts(
             drafts,
             None if logits is None else logits.to(self.device),

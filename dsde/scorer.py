@@ -53,7 +53,8 @@ class Scorer:
                 keep.extend(range(row + entry.rows - 1, row + len(ids)))
             segments.append(Segment(ids, request.cached, request.table))
             row += len(ids)
-        logits = self.model.forward(segments, keep=keep or [0])
+        with self.model.packed():
+            logits = self.model.forward(segments, keep=keep or [0])
         raw: list[torch.Tensor | None] = []
         first = 0
         for request, tokens in zip(requests, drafts.tokens, strict=True):

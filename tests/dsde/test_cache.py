@@ -42,7 +42,7 @@ def check_packed(model, tables):
     packed = PackedModel(model, 48, 4)
     ta, tb = BlockTable(list(tables[0])), BlockTable(list(tables[1]))
     got_a, got_b = [], []
-    with torch.inference_mode():
+    with packed.packed():
         for i, (start, end) in enumerate(itertools.pairwise(CUTS)):
             part_b = slice(4 * i, 4 * i + 4)
             logits = packed.forward([Segment(a[start:end], start, ta), Segment(b[part_b], 4 * i, tb)])
@@ -91,7 +91,7 @@ def test_rows_beyond_the_mask_strip():
     ids = torch.randint(0, VOCAB, (200,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = PackedModel(model, 256, 8)
     table = BlockTable(list(range(32)))
-    with torch.inference_mode():
+    with packed.packed():
         got = torch.cat([packed.forward([Segment(ids[s:e], s, table)]) for s, e in ((0, 70), (70, 72), (72, 200))])
     torch.testing.assert_close(got, own_logits(model, ids), rtol=1e-4, atol=2e-6)
 
@@ -100,7 +100,7 @@ def test_keep_selects_rows():
     model = build("llama")
     packed = PackedModel(model, 32, 8)
     table = BlockTable([0])
-    with torch.inference_mode():
+    with packed.packed():
         every = packed.forward([Segment([1, 2, 3, 4], 0, table)])
         some = packed.forward([Segment([1, 2, 3, 4], 0, table)], keep=[3, 1])
     torch.testing.assert_close(some, every[[3, 1]])
@@ -110,7 +110,7 @@ def test_the_models_own_attention_comes_back():
     model = build("llama")
     packed = PackedModel(model, 32, 8)
     before = own_logits(model, [1, 2, 3])
-    with pytest.raises(KeyError), packed._attention():
+    with pytest.raises(KeyError), packed.packed():
         assert model.config._attn_implementation == "dsde_packed"
         raise KeyError
     assert model.config._attn_implementation == "sdpa"
