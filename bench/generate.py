@@ -84,13 +84,15 @@ def main() -> None:
     options["do_sample"] = arguments.temperature > 0
     if arguments.temperature > 0:
         options |= {"temperature": arguments.temperature, "top_k": 0}
+    longest = max(map(len, ids)) + arguments.max_new_tokens + 32
     rows = []
     for batch in arguments.batches:
+        room = {"max_sequences": batch, "kv_blocks": batch * -(-longest // 32)}
         runs = {"plain": caller(target, ids, batch, options, None)}
         if batch == 1:
             runs["assisted"] = caller(target, ids, batch, options | {"assistant_model": draft}, None)
         for controller in ("static-4", "dsde"):
-            patched = Patch(target, draft, controller=controller)
+            patched = Patch(target, draft, controller=controller, **room)
             runs[f"patched, {controller}"] = caller(target, ids, batch, options, patched)
         rows += compare(batch, runs, arguments.rounds)
 
