@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     demo.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct instead of the embedded pair")
     demo.add_argument("--prompts", type=_count, metavar="N", help="default: 16; with --llm: 8")
-    demo.add_argument("--max-new-tokens", type=_count, metavar="N", help="default: 48; with --llm: 32")
+    demo.add_argument("--max-new-tokens", type=_count, metavar="N", help="default: 96; with --llm: 32")
     demo.add_argument("--json", type=_name, metavar="FILE", help="write the figures and their conditions")
     demo.add_argument(
         "--trace", type=_name, metavar="FILE.jsonl", help="write the steps of the dsde run, for the plot command"

@@ -64,7 +64,7 @@ def embedded_pair(prompts: int | None = None, max_new_tokens: int | None = None)
     # One prompt of each nature is decoded alone. The matrices are so small that more threads only wait for each other.
     singly, threads = len(pair.NATURES), 1
     return Task(
-        "embedded pair", *_place(target, draft), ids, max_new_tokens or 48, rounds=3, singly=singly, threads=threads
+        "embedded pair", *_place(target, draft), ids, max_new_tokens or 96, rounds=3, singly=singly, threads=threads
     )
 
 
