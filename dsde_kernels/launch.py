@@ -7,8 +7,8 @@ in which numbers are added does not depend on the neighbours.
 import torch
 from torch import Tensor
 
-# Logits in one step of a program's loop: 8 a thread, which is one 16-byte load in half precision, and leaves the six
-# running sums of the pair loop in registers at an occupancy of four programs a multiprocessor.
+# Logits in one step of a program's loop: 8 a thread, which is one 16-byte load in half precision, and leaves the
+# running sums of the pair loop in registers; with at most 128 of them a thread, two programs share a multiprocessor.
 TILE = 2048
 WARPS = 8
 # Steps of that loop. 16,384 logits a program: 10 programs for a row of 152k, enough for a small batch to spread out,
