@@ -3,7 +3,8 @@
 Each verifier takes the batch and returns the number of drafts accepted, [B]; what it computes beside that is part of
 its time. It starts, as the ops do, from logits at temperature 1. `unfit` says why one cannot run a batch.
 
-The calls into FlashInfer and vLLM follow their sources and have been run with neither yet.
+The call into FlashInfer follows its published signature, the one into vLLM is a guess at its interface.
+Neither has run.
 """
 
 from __future__ import annotations
