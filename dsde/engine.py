@@ -59,7 +59,7 @@ class Engine:
     Raises
     ------
     ValueError
-        A model that cannot run packed, an unknown controller, or a limit out of range.
+        A model whose cache can't be rolled back, an unknown controller, or a limit out of range.
 
     Notes
     -----
@@ -219,9 +219,10 @@ class Engine:
         start = time.perf_counter()
         self._stepping = True
         try:
+            ended = self._settle()  # what an interrupt left of the step before
             with torch.inference_mode():
                 self._advance()
-            ended = self._settle()
+            ended += self._settle()
         finally:
             self._stepping = False
         self._seconds += time.perf_counter() - start

@@ -474,11 +474,13 @@ def test_an_interrupt_in_a_callback_ends_that_request_alone(tiny):
 
     hit = engine.submit([4, 5], SamplingParams(NEW), on_tokens=interrupted)
     good = engine.submit([1, 2, 3], SamplingParams(NEW))
+    short = engine.submit([1, 2, 3], SamplingParams(1))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     while engine.has_work:
         engine.step()
     assert hit.completion.finish_reason == "abort"
+    assert short.completion.token_ids == own_generate(target, [1, 2, 3], 1)
     assert good.completion.token_ids == own_generate(target, [1, 2, 3])
 
 
