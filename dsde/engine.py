@@ -26,6 +26,7 @@ from .request import Completion, Request, SamplingParams, StepTrace
 from .sampling import RowParams
 from .scheduler import Entry, Scheduler
 from .scorer import Scorer
+from .stops import cut_at_end, cut_at_stop
 
 # Without kv_blocks the pool holds every sequence at full context, but no more positions than this.
 _DEFAULT_POSITIONS = 32768
@@ -95,11 +96,10 @@ class Engine:
         self.target = load(target, kv_blocks * block_size, block_size)
         self.draft: PackedModel | SequentialModel | None = None
         self.proposer: ModelProposer | NgramProposer | None = None
-        if self.controller.sl_limit == 0:
-            pass
-        elif isinstance(draft, str):
+        drafts = self.controller.sl_limit > 0
+        if drafts and isinstance(draft, str):
             self.proposer = NgramProposer()
-        elif draft is not None:
+        elif drafts and draft is not None and not isinstance(draft, str):
             self.draft = load(draft, kv_blocks * block_size, block_size)
             self.proposer = ModelProposer(self.draft, self.target.vocabulary, self.target.device)
         self.scorer = Scorer(self.target)
@@ -387,7 +387,7 @@ class Engine:
             sl = len(drafts.tokens[i])
             signal = sum(kld[first : first + sl]) / sl if sl else math.nan
             first += sl
-            new = _cut([t for t in tokens[i] if t >= 0], request)
+            new = cut_at_end(request, [t for t in tokens[i] if t >= 0])
             request.tokens += new
             request.logprobs += logprobs[i][: len(new)]
             rows = raw[i]
@@ -419,7 +419,7 @@ class Engine:
                 continue
             start = len(request.tokens) - count
             try:
-                stopped = self._cut_at_stop(request, start)
+                stopped = cut_at_stop(request, start, self.tokenizer, self.target.device)
                 kept = len(request.tokens) - start
                 accepted = min(trace.accepted, kept)
                 request.trace.append(dataclasses.replace(trace, accepted=accepted))
@@ -443,32 +443,6 @@ class Engine:
                 ended.append(self._end(request, "length"))
         return ended
 
-    def _cut_at_stop(self, request: Request, start: int) -> bool:
-        """Cut the request's tokens behind the first from `start` on that ends it; whether one does."""
-        params = request.params
-        for length in range(start + 1, len(request.tokens) + 1):
-            if request.tokens[length - 1] in request.eos:
-                return True  # the last one: nothing is committed behind an end
-            if not (params.stop or params.stopping_criteria):
-                continue
-            prefix = torch.tensor([request.tokens[:length]], device=self.target.device)
-            text = self._tail(request, length) if params.stop else ""
-            if any(s in text for s in params.stop) or any(bool(c(prefix)) for c in params.stopping_criteria):
-                surplus = len(request.tokens) - length
-                if surplus:
-                    del request.tokens[-surplus:], request.logprobs[-surplus:], request.logits[-surplus:]
-                return True
-        return False
-
-    def _tail(self, request: Request, length: int) -> str:
-        """The end of the text generated up to `length`, long enough to hold any stop string."""
-        assert self.tokenizer is not None
-        # A byte-level token may hold one byte of a four-byte character; the margin covers a broken one at the left.
-        window = 4 * max(len(s) for s in request.params.stop) + 4
-        generated = request.tokens[max(len(request.prompt_ids), length - window) : length]
-        text: str = self.tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
     def _end(self, request: Request, reason: str) -> Completion:
         self.scheduler.remove(request)
         request.table = BlockTable()  # whoever keeps the request keeps no cache with it
@@ -480,10 +454,3 @@ def _mix(seed: int, number: int) -> int:
     """A request's own 64-bit seed: distinct for every request of an engine (an odd multiplier is a bijection)."""
     value = (seed * 0x9E3779B97F4A7C15 + number) % 2**64
     return value - 2**64 if value >= 2**63 else value
-
-
-def _cut(emitted: list[int], request: Request) -> list[int]:
-    """The emitted tokens up to the request's limit and its first end-of-sequence id."""
-    emitted = emitted[: request.limit - len(request.tokens)]
-    ends = [i for i, token in enumerate(emitted) if token in request.eos]
-    return emitted[: ends[0] + 1] if ends else emitted

@@ -30,7 +30,7 @@ class SequentialModel:
         self.device: torch.device = model.device
         self.seconds = 0.0
         self._caches: WeakKeyDictionary[BlockTable, DynamicCache] = WeakKeyDictionary()
-        # transformers called this argument past_key_values before 5.2x.
+        # Older releases of transformers 5 call this argument past_key_values.
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         with self.packed():

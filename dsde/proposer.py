@@ -39,7 +39,7 @@ class ModelProposer:
 
     Parameters
     ----------
-    model : PackedModel
+    model : PackedModel or SequentialModel
         The draft.
     vocabulary : int
         Width of the target's logits: no token beyond it is proposed.
@@ -139,7 +139,7 @@ class NgramProposer:
     """Prompt lookup: the sequence's last tokens, where they occurred before, say what comes next.
 
     The longest match of up to three tokens wins, and of equally long ones the most recent. Drafts are deterministic: q
-    is 1 at the proposed token. Without a match nothing is proposed.
+    is 1 at the proposed token. A match near the end gives fewer drafts than were scheduled, no match gives none.
     """
 
     _LONGEST = 3

@@ -383,4 +383,10 @@ def speculation_lengths(
     if traced(slots):
         return torch.ops.dsde_kernels.speculation_lengths(state.table, state.weights, slots, rule.numbers(), proposed)
     _check(state, slots)
+    if proposed is not None:
+        check_device("proposed", proposed, slots.device)
+        if proposed.dtype != torch.bool or proposed.shape != slots.shape:
+            raise ValueError(
+                f"proposed must be bool of shape {list(slots.shape)}; got {proposed.dtype} of {list(proposed.shape)}"
+            )
     return speculation_lengths_torch(state, slots, rule, proposed)

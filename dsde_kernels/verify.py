@@ -41,7 +41,7 @@ from .rows import argmax, log_softmax
 from .sampling import race_torch
 from .stability import DsdeRule, StabilityState, speculation_lengths_torch, stability_update_torch
 
-_EMPTY = 1e-30  # a residual whose largest entry is below this is rounding, not probability
+_EMPTY = 1e-30  # p = q leaves exactly 0, both come from the same operations; nothing this small is worth drawing from
 
 
 class Verification(NamedTuple):

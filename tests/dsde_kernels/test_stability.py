@@ -253,3 +253,10 @@ def test_update_refuses(name, change):
     }
     with pytest.raises(ValueError, match=name):
         stability_update(StabilityState(2, rule), **(arguments | change), rule=rule)
+
+
+@pytest.mark.parametrize("proposed", [torch.ones(2), torch.ones(3, dtype=torch.bool)], ids=["float", "long"])
+def test_speculation_lengths_refuses_a_wrong_proposed(proposed):
+    rule = DsdeRule()
+    with pytest.raises(ValueError, match="proposed"):
+        speculation_lengths(StabilityState(2, rule), torch.arange(2), rule, proposed)
