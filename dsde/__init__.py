@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .generate.decoder import Decoder
     from .generate.patch import patch
-    from .request import Completion, Request, SamplingParams, StepTrace
+    from .request import Completion, Request, SamplingParams, Stateless, StepTrace
 
 __all__ = [
     "Completion",
@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "Request",
     "SamplingParams",
+    "Stateless",
     "Static",
     "StepTrace",
     "patch",
@@ -30,7 +31,7 @@ _HOMES = {
     "controllers": ("Controller", "Dsde", "Static"),
     "engine": ("Engine",),
     "generate": ("Decoder", "patch"),
-    "request": ("Completion", "Request", "SamplingParams", "StepTrace"),
+    "request": ("Completion", "Request", "SamplingParams", "Stateless", "StepTrace"),
 }
 
 

@@ -13,7 +13,7 @@ import dsde_kernels as dk
 from .cache import PackedModel, Segment
 from .fallback import SequentialModel
 from .request import Request
-from .sampling import RowParams, process_logits
+from .sampling import RowParams, process_rows
 from .scheduler import Entry
 
 
@@ -74,6 +74,7 @@ class ModelProposer:
         chunks = [c for c in map(self._chunk, entries) if c.ids]
         segments = [self._catch_up(requests[i]) for i in live] + chunks
         starts = list(itertools.accumulate(lengths, initial=0))
+        processed = any(r.params.logits_processors for r in requests)
         logits: torch.Tensor | None = None
         threshold: torch.Tensor | None = None
         offset = 0
@@ -86,10 +87,9 @@ class ModelProposer:
                 q = self.model.forward(segments, keep=last or [0])[:, : self.vocabulary]
                 if not live:
                     break
-                for row, i in enumerate(live):
-                    if requests[i].params.logits_processors:
-                        prefix = torch.tensor([[*requests[i].tokens, *drafts[i]]], device=q.device)
-                        process_logits(requests[i], prefix, q[row], self.vocabulary)
+                if processed:
+                    prefixes = [torch.tensor([[*requests[i].tokens, *drafts[i]]], device=self.device) for i in live]
+                    q = process_rows([requests[i] for i in live], prefixes, q, self.vocabulary, self.device)
                 rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
                 cut = rows.threshold(q)
                 step_offset = torch.full_like(rows.step, offset)

@@ -16,6 +16,26 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StoppingCriterion = Callable[[torch.Tensor], bool]
 
 
+@dataclass(frozen=True, eq=False)
+class Stateless:
+    """A logits processor that looks at the logits only, and at each row by itself.
+
+    Unlike others, which are called for one position at a time, it is called for all rows of a step at once, those of
+    other requests with the same `Stateless` included.
+
+    Parameters
+    ----------
+    processor : callable
+        ``processor(prefix [R, 0] int64, logits [R, V] f32) -> logits [R, V]``; the prefix is empty.
+    """
+
+    processor: LogitsProcessor
+
+    def __call__(self, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Process rows [R, V]."""
+        return self.processor(prefix, logits)
+
+
 _TINY = 1e-30
 
 
@@ -40,8 +60,9 @@ class SamplingParams:
     eos : sequence of int, optional
         Ids that end the request; None takes the target's generation config, ``()`` ends on none.
     logits_processors : sequence of callable
-        Called in order as ``processor(prefix [1, n] int64, logits [1, V]) -> logits [1, V]`` with the exact prefix of
-        each position, on target and draft logits, before temperature and truncation.
+        Called in order as ``processor(prefix [1, n] int64, logits [1, V] f32) -> logits [1, V]`` with the exact prefix
+        of each position, on target and draft logits, before temperature and truncation. One in a `Stateless` gets many
+        rows at a time.
     stopping_criteria : sequence of callable
         Called as ``criterion(prefix [1, n] int64) -> bool`` after every committed token; True ends the request there.
     keep_logits : bool

@@ -9,7 +9,7 @@ import torch
 
 import dsde_kernels as dk
 
-from .request import Request, describe
+from .request import LogitsProcessor, Request, Stateless, describe
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,58 @@ class RowParams:
         return dk.truncation_threshold(logits, self.temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
-def process_logits(request: Request, prefix: torch.Tensor, logits: torch.Tensor, vocabulary: int) -> None:
-    """Run the request's logits processors on one position, in place.
+def process_rows(
+    owners: Sequence[Request],
+    prefixes: Sequence[torch.Tensor],
+    logits: torch.Tensor,
+    vocabulary: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Run the requests' logits processors on the rows of a step.
 
     Parameters
     ----------
-    request : Request
-        Whose processors; if one raises or returns another shape, ``cause`` says so and the row becomes NaN. A drafted
-        row is then rejected, and the request ends only if verification comes to need a target row like that.
-    prefix : Tensor [1, n] int64
-        The exact prefix of the position.
-    logits : Tensor [<= vocabulary]
-        The position's row, of target or draft.
-    vocabulary : int
-        Width that processors see; tokens that a narrower draft lacks have -inf.
+    owners : sequence of Request, R
+        Whose row it is. If one of its processors raises or returns another shape, ``cause`` says so and the row becomes
+        NaN. A drafted row is then rejected, and the request ends only if verification comes to need a target row like
+        that.
+    prefixes : sequence of Tensor [1, n] int64, R
+        The exact prefix of each row, on `device`.
+    logits : Tensor [R, <= vocabulary]
+        Rows of target or draft; unchanged.
+    vocabulary, device : int, torch.device
+        Of the target. Processors see its width, where tokens that a narrower draft lacks have -inf, and its device.
+
+    Returns
+    -------
+    Tensor [R, logits.shape[1]] f32
+        On the device of `logits`; float32 whatever the model computes in, as in transformers.
     """
-    row = logits.new_full((1, vocabulary), float("-inf"))
-    row[0, : len(logits)] = logits
-    try:
-        for processor in request.params.logits_processors:
-            row = processor(prefix, row)
-        logits.copy_(row.view(vocabulary)[: len(logits)])
-    except Exception as cause:  # user code: only this request may suffer
-        request.cause = describe(cause)
-        logits.fill_(float("nan"))
+    block = torch.full((len(logits), vocabulary), float("-inf"), device=device)
+    block[:, : logits.shape[1]] = logits
+    failed: set[int] = set()
+    for place in range(max(len(r.params.logits_processors) for r in owners)):
+        groups: dict[int, tuple[LogitsProcessor, list[int]]] = {}  # requests may share processors
+        for row, owner in enumerate(owners):
+            if place < len(owner.params.logits_processors) and row not in failed:
+                processor = owner.params.logits_processors[place]
+                groups.setdefault(id(processor), (processor, []))[1].append(row)
+        for processor, group in groups.values():
+            together = isinstance(processor, Stateless)
+            calls = [group] if together else [[row] for row in group]
+            while calls:
+                rows = calls.pop(0)
+                prefix = prefixes[rows[0]][:, :0].expand(len(rows), 0) if together else prefixes[rows[0]]
+                try:
+                    result = processor(prefix, block[rows])
+                    if result.shape != (len(rows), vocabulary):
+                        raise ValueError(f"logits of shape {(len(rows), vocabulary)} became {tuple(result.shape)}")
+                    block[rows] = result
+                except Exception as cause:  # user code: only this request may suffer
+                    if len(rows) > 1:  # whichever it was
+                        calls += [[row] for row in rows]
+                        continue
+                    owners[rows[0]].cause = describe(cause)
+                    block[rows] = float("nan")
+                    failed.update(rows)
+    return block[:, : logits.shape[1]].to(logits.device)

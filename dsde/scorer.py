@@ -10,7 +10,7 @@ from .cache import PackedModel, Segment
 from .fallback import SequentialModel
 from .proposer import Drafts
 from .request import Request
-from .sampling import process_logits
+from .sampling import process_rows
 from .scheduler import Entry
 
 
@@ -55,14 +55,18 @@ class Scorer:
             row += len(ids)
         with self.model.packed():
             logits = self.model.forward(segments, keep=keep or [0])
+        processed = any(r.params.logits_processors for r in requests)
         raw: list[torch.Tensor | None] = []
-        first = 0
+        owners: list[Request] = []
+        prefixes: list[torch.Tensor] = []
         for request, tokens in zip(requests, drafts.tokens, strict=True):
-            raw.append(logits[first : first + len(tokens) + 1].clone() if request.params.keep_logits else None)
-            if request.params.logits_processors:
+            rows = logits[len(owners) : len(owners) + len(tokens) + 1]
+            raw.append(rows.clone() if request.params.keep_logits else None)
+            owners += [request] * len(rows)
+            if processed:
                 request.cause = None  # what the draft's rows met with is no reason to end
                 prefix = torch.tensor([[*request.tokens, *tokens]], device=logits.device)
-                for j in range(len(tokens) + 1):
-                    process_logits(request, prefix[:, : len(request.tokens) + j], logits[first + j], logits.shape[1])
-            first += len(tokens) + 1
+                prefixes += [prefix[:, : len(request.tokens) + j] for j in range(len(rows))]
+        if processed:
+            logits = process_rows(owners, prefixes, logits, logits.shape[1], logits.device)
         return logits, raw

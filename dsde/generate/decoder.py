@@ -18,7 +18,7 @@ from ..models import check_tokenizers
 from ..request import Completion, SamplingParams
 from .batch import ColumnStream, assemble, full_output, left_padding
 from .options import MODES, default, hand_back_reason, refuse_inputs, refuse_options
-from .rows import Row, refuse_stateful, split_criteria, split_tail
+from .rows import Row, refuse_stateful, share, split_criteria, split_tail
 
 # Decoding lends both models to the engine for a while, and two decoders may share a model: one call at a time.
 _TURN = threading.RLock()
@@ -134,6 +134,7 @@ class Decoder:
         if max_new_tokens < 1:
             raise ValueError(f"max_length must exceed the prompt's {input_ids.shape[1]} tokens, got {length}")
         rest, tail = split_tail(logits_processor, config.do_sample)
+        rest = share(rest)
         # Drawn from torch's own generator, so that torch.manual_seed makes a sampled call repeatable.
         seeds = torch.randint(2**63 - 1, (len(input_ids),)).tolist() if config.do_sample else [0] * len(input_ids)
         keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
@@ -141,13 +142,7 @@ class Decoder:
             engine = self.prepare(model)
             failures: list[Exception] = []
             rows = [
-                Row(
-                    i,
-                    config.num_return_sequences,
-                    ids[None, :start].to(model.device),
-                    engine.target.vocabulary,
-                    failures,
-                )
+                Row(i, config.num_return_sequences, ids[None, :start].to(model.device), failures)
                 for i, (ids, start) in enumerate(zip(input_ids, starts, strict=True))
             ]
             params = [

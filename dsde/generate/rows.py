@@ -8,12 +8,11 @@ the ids that transformers would show it there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import (
     LogitNormalization,
     LogitsProcessor,
@@ -28,6 +27,8 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from ..request import LogitsProcessor as RowProcessor
+from ..request import Stateless
 from .options import names, refuse
 
 # Classes of transformers that depend on one row's ids and logits only. Others keep a state from call to call or mix
@@ -44,6 +45,14 @@ _BY_ROW = names(
     EosTokenCriteria MaxLengthCriteria MaxTimeCriteria StopStringCriteria
     """
 )
+# Of these, the ones that don't look at the ids.
+_BY_LOGITS = names(
+    """
+    EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper
+    SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper
+    TypicalLogitsWarper
+    """
+)
 # In the order in which transformers applies them, which is the kernels' order too.
 _KERNEL_TAIL: tuple[tuple[type, str], ...] = (
     (TemperatureLogitsWarper, "temperature"),
@@ -57,6 +66,12 @@ def refuse_stateful(items: Sequence[Any]) -> None:
     """ValueError that names the processors and criteria of transformers that cannot be bound to a row."""
     own = (LogitsProcessor.__module__, StoppingCriteria.__module__)
     refuse(type(p).__name__ for p in items if type(p).__module__ in own and type(p).__name__ not in _BY_ROW)
+
+
+def share(processors: Iterable[Any]) -> list[Any]:
+    """The processors, those of transformers that look at the logits only as `Stateless`."""
+    own = LogitsProcessor.__module__
+    return [Stateless(p) if type(p).__module__ == own and type(p).__name__ in _BY_LOGITS else p for p in processors]
 
 
 def split_tail(processors: LogitsProcessorList, do_sample: bool) -> tuple[list[Any], dict[str, Any]]:
@@ -110,8 +125,6 @@ class Row:
         Consecutive rows that share a prompt (``num_return_sequences``).
     padding : Tensor [1, n] int64
         The ids left of its prompt, on the target's device.
-    vocabulary : int
-        Width of the target's logits.
     failures : list
         Collects what processors and criteria raise, so that the caller gets the exception itself.
     """
@@ -119,23 +132,14 @@ class Row:
     index: int
     copies: int
     padding: torch.Tensor
-    vocabulary: int
     failures: list[Exception] = field(default_factory=list)
 
-    def processor(self, processor: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """`processor`, bound to this row."""
+    def processor(self, processor: Any) -> RowProcessor:
+        """`processor`, bound to this row unless it is a `Stateless`, which all rows share."""
+        if isinstance(processor, Stateless):
+            return processor
         own = self._own(processor)
-
-        def process(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            width = logits.shape[1]
-            # A draft may have another device, number format and width: a processor always sees the target's.
-            scores = logits.to(self.padding.device, torch.float32)
-            if width < self.vocabulary:
-                scores = F.pad(scores, (0, self.vocabulary - width), value=-torch.inf)
-            result: torch.Tensor = self._call(own, self._ids(prefix), scores)
-            return result[:, :width]
-
-        return process
+        return lambda prefix, logits: self._call(own, self._ids(prefix), logits)
 
     def criterion(self, criterion: Any) -> Callable[[torch.Tensor], bool]:
         """`criterion`, bound to this row; it gets None for its scores."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from dsde.demo.pair import load_pair
 from tests.dsde.models import build, weaken
 
 
@@ -23,6 +24,12 @@ def tiny() -> Callable[[str], tuple[PreTrainedModel, PreTrainedModel]]:
         return built[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def embedded() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Target and draft of the embedded pair."""
+    return load_pair()[:2]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -17,19 +19,11 @@ from transformers import (
 )
 
 from dsde import Decoder, patch
-from dsde.demo.pair import WEIGHTS, load_pair
 from tests.dsde.generate_support import batch, both, same_scores
 from tests.dsde.models import weaken
 
 EOS = [3, 9, 24]
 NEW = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": EOS}
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    if not WEIGHTS.exists():
-        pytest.skip("the embedded pair has no weights yet")
-    return load_pair()[:2]
 
 
 class EveryThird(LogitsProcessor):
@@ -112,6 +106,18 @@ def test_architecture_that_attends_by_itself(config):
     target = AutoModelForCausalLM.from_config(config).eval()
     with pytest.warns(UserWarning, match="exact, but slower"):
         check(target, weaken(target), NEW | OPTIONS["several"])
+
+
+def test_processors_are_not_rounded_to_the_models_half_precision(tiny):
+    """A bias below the distance of two bfloat16 numbers decides between tokens that the model gives equal logits."""
+    target, draft = (copy.deepcopy(m).bfloat16() for m in tiny("llama"))
+    with torch.no_grad():
+        for model in (target, draft):
+            model.lm_head.weight[30:60] = model.lm_head.weight[:30]  # each of these tokens has an equal
+    bias = [[[t], 1e-3] for t in range(30, 60)]
+    outputs = both(target, draft, NEW | {"eos_token_id": None, "sequence_bias": bias}, controller="static-3")
+    for output in outputs:
+        assert (output[:, batch()["input_ids"].shape[1] :] >= 30).all()
 
 
 def test_forced_bos_follows_a_prompt_of_one_token(tiny):

@@ -51,8 +51,8 @@ def pair():
     return target, draft
 
 
-def exact(target, options):
-    """P(x1, x2) [V, V] by transformers' own processors."""
+def exact(target, options, firsts=tuple(range(VOCAB))):
+    """P(x1, x2) [len(firsts), V] by transformers' own processors."""
 
     def following(prefixes):
         asked = SAMPLE | options | {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
@@ -60,42 +60,72 @@ def exact(target, options):
             target.generate(prefixes, attention_mask=torch.ones_like(prefixes), **asked).scores[0].double().softmax(-1)
         )
 
-    second = torch.cat([following(torch.cat((PROMPT, torch.tensor([[a]])), 1)) for a in range(VOCAB)])
-    return following(PROMPT)[0][:, None] * second
+    firsts = torch.tensor(firsts)
+    second = following(torch.cat((PROMPT.expand(len(firsts), -1), firsts[:, None]), 1))
+    return following(PROMPT)[0, firsts, None] * second
 
 
 def sampled(pair, options, count, **engine):
+    """Pairs of tokens [count, 2], `count` times the two behind the prompt."""
     with patch(*pair, max_sequences=250, kv_blocks=1000, block_size=8, **engine):
         asked = SAMPLE | options | {"max_new_tokens": 2, "num_return_sequences": count}
-        new = pair[0].generate(PROMPT, **asked)[:, 3:]
+        return pair[0].generate(PROMPT, **asked)[:, 3:]
+
+
+def count_pairs(new):
     return torch.bincount(new[:, 0] * VOCAB + new[:, 1], minlength=VOCAB**2).double()
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_option(pair, name):
-    counts = sampled(pair, KERNELS[name], 3000, controller="static-1")
+    counts = count_pairs(sampled(pair, KERNELS[name], 3000, controller="static-1"))
     assert p_value(counts, exact(pair[0], KERNELS[name])) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processor_option(pair, name):
-    counts = sampled(pair, PROCESSORS[name], 800, controller="static-1")
+    counts = count_pairs(sampled(pair, PROCESSORS[name], 800, controller="static-1"))
     assert p_value(counts, exact(pair[0], PROCESSORS[name])) > FALSE_ALARM
 
 
+def agreement(embedded, options, expected):
+    """p-value of samples of the embedded pair against the options `expected`.
+
+    The likeliest first tokens, each with its successor; whatever follows another first token is one cell.
+    """
+    target = embedded[0]
+    likely = target(PROMPT).logits[0, -1].topk(24).indices
+    p = exact(target, expected, likely.tolist())
+    new = sampled(embedded, options, 800, controller="static-1")
+    of, where = (new[:, :1] == likely).max(1)
+    counts = torch.bincount((where * p.shape[1] + new[:, 1])[of], minlength=p.numel()).double()
+    rest = (~of).sum()[None], (1 - p.sum()).clamp(min=0)[None]
+    return p_value(torch.cat((counts, rest[0])), torch.cat((p.flatten(), rest[1])))
+
+
+@pytest.mark.parametrize("name", KERNELS | PROCESSORS)
+def test_option_on_the_embedded_pair(embedded, name):
+    options = (KERNELS | PROCESSORS)[name]
+    assert agreement(embedded, options, options) > FALSE_ALARM
+
+
+def test_another_distribution_is_told_apart_on_the_embedded_pair(embedded):
+    assert agreement(embedded, {"temperature": 0.8}, {"temperature": 0.6}) < FALSE_ALARM
+
+
 def test_top_p_of_zero_is_greedy(pair):
-    counts = sampled(pair, {"top_p": 0.0}, 20)
+    counts = count_pairs(sampled(pair, {"top_p": 0.0}, 20))
     assert counts[exact(pair[0], {"top_p": 0.0}).argmax()] == 20
 
 
 def test_prompt_lookup(pair):
     target, _ = pair
-    counts = sampled((target, "ngram"), {"temperature": 1.3}, 3000)
+    counts = count_pairs(sampled((target, "ngram"), {"temperature": 1.3}, 3000))
     assert p_value(counts, exact(target, {"temperature": 1.3})) > FALSE_ALARM
 
 
 def test_another_distribution_is_told_apart(pair):
-    counts = sampled(pair, {"temperature": 0.6}, 3000)
+    counts = count_pairs(sampled(pair, {"temperature": 0.6}, 3000))
     assert p_value(counts, exact(pair[0], {"temperature": 0.8})) < FALSE_ALARM
 
 
