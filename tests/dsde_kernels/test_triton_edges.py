@@ -29,10 +29,12 @@ SMALL = {
         a_broken_draft_row_ends_a_sampled_sequence a_broken_row_that_is_not_consumed_does_no_harm
         a_broken_target_row_ends_its_sequence_only a_failed_sequence_keeps_its_slot_and_does_not_vote
         deterministic_kld_counts_zero_probability_as_1e_minus_8 dtypes_and_shapes empty_batch
+        equal_probabilities_pass_at_the_largest_uniform_number
         greedy_ignores_thresholds greedy_keeps_the_matching_prefix greedy_kld_is_taken_at_temperature_one
         greedy_ties_take_the_lowest_id no_drafts_draw_from_the_bonus_row
         placeholder_and_foreign_ids_are_rejected_and_the_row_drawn_from_p row_strides_and_untouched_inputs
         uninitialised_memory_is_never_used vocabulary_of_one
+        zero_target_probability_never_passes
     """,
 }
 for module, names in SMALL.items():

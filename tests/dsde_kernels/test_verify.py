@@ -185,29 +185,36 @@ def test_equal_distributions_always_pass(device):
         assert (out.kld == 0).all()
 
 
-def test_zero_target_probability_never_passes(monkeypatch, device):
-    monkeypatch.setattr(
-        "dsde_kernels.rng.uniform_torch",
-        lambda seed, step, offset, stream, n: torch.full((len(seed), n), 2.0**-33, device=device),
-    )
-    target, draft = torch.zeros(4, 3, device=device), torch.zeros(2, 3, device=device)
+# Seeds whose first number of the stream `accept`, at step 0 and offset 0, is 6.6e-9, 1 - 2^-24 and 1/2 exactly: found
+# by search, so that the edges are met with real keys, on every backend.
+LOWEST, HIGHEST, HALF = 68886837, 61551765, 94204517
+
+
+def test_seeds_of_the_ends_and_the_middle():
+    numbers = torch.tensor([oracle.uniform(s, 0, 0, oracle.ACCEPT, 0) for s in (LOWEST, HALF, HIGHEST)])  # in float32
+    assert 0 < numbers[0] < 2**-27 and numbers[1:].tolist() == [0.5, 1 - 2**-24]
+
+
+def test_zero_target_probability_never_passes():
+    target, draft = torch.zeros(4, 3), torch.zeros(2, 3)
     target[:, 1] = -INF
     draft[1, 1] = -INF  # q = 0 as well
-    out = simple(target, draft, [1, 1], [1, 1], 1.0)
+    out = simple(target, draft, [1, 1], [1, 1], 1.0, seed=torch.tensor([LOWEST, LOWEST]))
     assert out.num_accepted.tolist() == [0, 0]
     assert out.accept_prob.tolist() == [0, 0]
     assert 1 not in out.tokens
 
 
-def test_a_uniform_number_equal_to_the_ratio_rejects(monkeypatch):
+def test_equal_probabilities_pass_at_the_largest_uniform_number():
+    row = torch.randn(40)
+    out = simple(row.repeat(2, 1), row[None], [3], [1], 1.0, seed=torch.tensor([HIGHEST]))
+    assert (out.accept_prob.tolist(), out.num_accepted.tolist()) == ([1.0], [1])
+
+
+def test_a_uniform_number_equal_to_the_ratio_rejects():
     # p(0) / q(0) is exactly 1/2 here, and so is u.
-    monkeypatch.setattr(
-        "dsde_kernels.rng.uniform_torch", lambda seed, step, offset, stream, n: torch.full((len(seed), n), 0.5)
-    )
-    target, draft = torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, -INF]])
-    out = simple(target, draft, [0], [1], 1.0)
-    assert out.accept_prob.tolist() == [0.5]
-    assert out.num_accepted.tolist() == [0]
+    out = simple(torch.zeros(2, 2), torch.tensor([[0.0, -INF]]), [0], [1], 1.0, seed=torch.tensor([HALF]))
+    assert (out.accept_prob.tolist(), out.num_accepted.tolist()) == ([0.5], [0])
 
 
 def test_truncated_draft_token_is_rejected_and_never_emitted(device):
@@ -281,6 +288,19 @@ def test_empty_residual_draws_from_the_target(monkeypatch):
     p = oracle.softmax(row)
     want = [oracle.race(p, seed, 0, 0, oracle.RESAMPLE) for seed in range(400)]
     assert out.tokens[:, 0].tolist() == want
+
+
+def test_a_residual_of_rounding_stays_on_the_support_of_the_target():
+    # q is p but for rounding: the draft's logits are shifted. Where p / q falls short of 1, the largest u rejects, and
+    # nothing or next to nothing is left to draw from.
+    trials = 60
+    target = torch.full((trials, 6), -INF)
+    target[:, 1:5] = torch.randn(trials, 4)
+    seed = torch.full((trials,), HIGHEST)
+    out = simple(target.repeat_interleave(2, 0), target + 0.1, [2] * trials, [1] * trials, 1.0, seed=seed)
+    assert out.ok.all() and (out.accept_prob > 1 - 1e-5).all()
+    drawn = out.tokens[out.num_accepted == 0, 0]
+    assert len(drawn) > 5 and ((drawn >= 1) & (drawn <= 4)).all()
 
 
 @pytest.mark.parametrize("bad", [-1, -5, 5, 2**40])
