@@ -9,9 +9,20 @@ from typing import Any
 from dsde.demo.run import environment as model_environment
 
 
-def environment(model: Any) -> dict[str, Any]:
-    """Device, cores, threads, number format, versions and git revision ("+" behind it if the tree is changed)."""
-    return model_environment(model) | {"revision": _git("describe", "--always", "--dirty=+", "--exclude=*")}
+def environment(placed: Any) -> dict[str, Any]:
+    """What a figure was measured with.
+
+    Parameters
+    ----------
+    placed : model or Tensor
+        Where and in which number format it was measured: only its `device` and `dtype` are read.
+
+    Returns
+    -------
+    dict
+        Device, cores, threads, number format, versions and git revision ("+" behind it if the tree is changed).
+    """
+    return model_environment(placed) | {"revision": _git("describe", "--always", "--dirty=+", "--exclude=*")}
 
 
 def resident_mib() -> float:

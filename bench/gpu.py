@@ -3,7 +3,8 @@
     python -m bench.gpu --out DIR [--shapes small|default|full] [--tests PATH ...] [--only EXPRESSION]
 
 Runs the kernel tests; if one fails, or none ran, it prints no speed and exits with 1. Then it runs
-`bench/test_kernels.py` and appends one JSON line for each case to DIR/kernels.jsonl, with what it was measured with.
+`bench/test_kernels.py` and appends one JSON line for each case to DIR/kernels.jsonl, with what it was measured with and
+the sizes that the kernels were launched with (the constants of `dsde_kernels/launch.py`).
 Without a GPU it says so and times the torch twins on the small shapes: no figure of such a run is one of a kernel.
 """
 
@@ -17,12 +18,12 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from bench.environment import environment
+from dsde_kernels import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,7 +90,9 @@ def main() -> int:
             print(f"No speeds: {passed} tests passed, and pytest's exit code is {code}.", file=sys.stderr)
             return 1
         code, rows = run_benchmarks(options.shapes, options.only, Path(name))
-    conditions = environment(SimpleNamespace(device=torch.device("cuda" if gpu else "cpu"), dtype="of each case"))
+    conditions = environment(torch.empty(0, device="cuda" if gpu else "cpu"))
+    del conditions["dtype"]  # each case has its own
+    conditions |= {"launch": {name: value for name, value in vars(launch).items() if name.isupper()}}
     conditions |= {"tests": options.tests, "tests_passed": passed}
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "kernels.jsonl").open("a", encoding="utf-8") as file:

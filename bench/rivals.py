@@ -1,22 +1,26 @@
-"""What others run between the logits and the tokens: the rivals of the verification, KL and sampling ops.
+"""What others run between the logits and the tokens: the rivals of the ops.
 
 Each verifier takes the batch and returns the number of drafts accepted, [B]; what it computes beside that is part of
 its time. It starts, as the ops do, from logits at temperature 1. `unfit` says why one cannot run a batch.
 
-The call into FlashInfer follows its published signature, the one into vLLM is a guess at its interface.
-Neither has run.
+No verifier here computes the KL divergence or log-probabilities: each does less than `verify`.
+
+vLLM is called by the interface of 0.32, and ran with that version's CPU kernels, never on a GPU. The call into
+FlashInfer was compared with the signature in flashinfer-python 0.7.4; it never ran. Missing are the kernels of vLLM's
+model runner V2, SGLang's chain sampling and Liger's KL divergence.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+TOP_K, TOP_P = 50, 0.9  # of the truncation
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Batch:
 
 
 def eager(batch: Batch) -> Tensor:
-    """Plain torch on the flat rows: softmax both, gather, ratio, accept, residual, multinomial."""
+    """Plain torch on the flat rows: softmax both, gather, ratio, accept, residual, race."""
     return _verify(*_tensors(batch), max(batch.lengths))[1]
 
 
@@ -87,39 +91,45 @@ def flashinfer(batch: Batch) -> Tensor:
 
 
 def vllm(batch: Batch) -> Tensor:
-    """VLLM's rejection sampler, softmax of both sides and the bonus draw included."""
+    """VLLM's rejection sampler, softmax of both sides (the target's inside it) and the bonus draw included."""
     from vllm.v1.sample.rejection_sampler import rejection_sample
 
-    p = batch.target.softmax(-1, dtype=torch.float32)
-    parameters = inspect.signature(rejection_sample).parameters
-    # Newer versions take logits and do the softmax themselves.
-    side = {"target_logits": batch.target[batch.rows].float()}
-    if "target_probs" in parameters:
-        side = {"target_probs": p[batch.rows]}
-    ones = torch.ones(len(batch.lengths), device=p.device)
+    B = len(batch.lengths)
     tokens = rejection_sample(
         draft_token_ids=batch.tokens.int(),
         num_draft_tokens=batch.lengths,
         max_spec_len=max(batch.lengths),
         cu_num_draft_tokens=batch.cu[1:],
         draft_probs=batch.draft.softmax(-1, dtype=torch.float32),
-        bonus_token_ids=p[batch.bonus].multinomial(1).int(),
-        sampling_metadata=SimpleNamespace(all_greedy=False, all_random=True, generators={}, temperature=ones),
-        **side,
+        target_logits=batch.target[batch.rows].float(),
+        bonus_token_ids=_draw(batch.target[batch.bonus].softmax(-1, dtype=torch.float32)).int()[:, None],
+        sampling_metadata=SimpleNamespace(
+            all_greedy=False, all_random=True, generators={}, temperature=torch.ones(B, device=batch.target.device)
+        ),
     )
     return (tokens >= 0).sum(1) - 1
 
 
-def kl_eager(batch: Batch) -> Tensor:
-    """KL(p || q) of each drafted position in plain torch."""
-    log_p = batch.target[batch.rows].log_softmax(-1, dtype=torch.float32)
-    log_q = batch.draft.log_softmax(-1, dtype=torch.float32)
+def kl_eager(target: Tensor, draft: Tensor) -> Tensor:
+    """KL(p || q) of each pair of rows in plain torch."""
+    log_p = target.log_softmax(-1, dtype=torch.float32)
+    log_q = draft.log_softmax(-1, dtype=torch.float32)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def sample_eager(batch: Batch) -> Tensor:
-    """Softmax and multinomial."""
-    return batch.draft.softmax(-1, dtype=torch.float32).multinomial(1)[:, 0]
+    """Softmax and race."""
+    return _draw(batch.draft.softmax(-1, dtype=torch.float32))
+
+
+def threshold_sort(batch: Batch) -> Tensor:
+    """Smallest draft logit that top-k and then top-p keep, row by row, by the steps of transformers' warpers."""
+    logits = batch.draft.float()
+    kth = logits.topk(TOP_K).values[:, -1:]
+    rising = logits.masked_fill(logits < kth, -torch.inf).sort(-1).values
+    cut = rising.softmax(-1).cumsum(-1) <= 1 - TOP_P
+    cut[:, -1] = False
+    return rising.masked_fill(cut, torch.inf).amin(-1)
 
 
 def unfit(name: str, batch: Batch) -> str | None:
@@ -143,6 +153,11 @@ def forget_compiled() -> None:
 
 
 _compiled: list[Any] = []
+
+
+def _draw(weights: Tensor) -> Tensor:
+    """One index a row by an exponential race, as engines draw; multinomial adds passes that check its input."""
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:
@@ -169,8 +184,7 @@ def _verify(
     rejected = final < bonus
     stopped = (first + accepted).clamp(max=tokens.shape[0] - 1)
     residual = (p[final] - q[stopped] * rejected[:, None]).clamp(min=0)
-    token = residual.multinomial(1)
     out = tokens.new_full((first.shape[0], K + 1), -1).index_put((owner, column), tokens)
     place = torch.arange(K + 1, device=target.device)
-    out = torch.where(place == accepted[:, None], token, out)
+    out = torch.where(place == accepted[:, None], _draw(residual)[:, None], out)
     return out.masked_fill(place > accepted[:, None], -1), accepted

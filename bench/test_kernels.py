@@ -8,11 +8,13 @@ is skipped, with the reason printed.
 
 pytest-benchmark's own figures are wall-clock times from the call until the device is idle, launches included. On a GPU
 `extra_info` adds `device_us`, the median between two CUDA events with the launches queued beforehand (except those of a
-rival that waits for the device on its way), and the throughput is that of it. L2 is overwritten before every round.
+rival that waits for the device on its way), and the throughput is that of it. Before every round L2 is filled with
+what no case reads, and holds nothing that has still to be written back.
 
 Throughput counts effective bytes, the least that the task can do with: U * (1 + r / (2K + 1)) for a verification, with
-U one read of N+B target and N draft rows, r the share of sequences whose outcome was a rejection, K = N/B; U of the
-rows it needs for the KL divergence (2N) and for sampling (N). A rival's is the same formula on its own outcome.
+U one read of N+B target and N draft rows, r the share of sequences whose outcome was a rejection, K = N/B; one read of
+the rows that the KL divergence (2N), sampling (N) and the truncation threshold (N) need. A rival's is the same formula
+on its own outcome.
 
 Without a GPU the ops' torch twins are timed: such figures time the CPU backend and say nothing about the kernels.
 """
@@ -34,7 +36,16 @@ from torch._inductor.exc import InductorError
 
 from bench import rivals
 from bench.rivals import Batch
-from dsde_kernels import DsdeRule, StabilityState, dsde_step, kl_divergence, sample, use_backend, verify
+from dsde_kernels import (
+    DsdeRule,
+    StabilityState,
+    dsde_step,
+    kl_divergence,
+    sample,
+    truncation_threshold,
+    use_backend,
+    verify,
+)
 from dsde_kernels.backend import use_triton
 
 GPU = torch.cuda.is_available()
@@ -61,7 +72,7 @@ class Shape(NamedTuple):
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "V": (32000, 49152, 128256, 151936, 262144),
+    "V": (32000, 49152, 50257, 128256, 151936, 262144),  # 50257 is odd: most rows start between two vectors
     "B": (1, 8, 64, 256),
     "K": (1, 4, 8),
     "layout": ("uniform", "ragged"),
@@ -85,18 +96,23 @@ def shapes(choice: str) -> list[Shape]:
     return list(dict.fromkeys((ANCHOR, *varied)))
 
 
-OPS = ("dsde_step", "verify", "kl_divergence", "sample")
-VERIFIERS = ("dsde_step", "verify", "eager", "compiled", "transformers", "flashinfer", "vllm")
-COMPETITORS = (*VERIFIERS, "kl_divergence", "kl_eager", "sample", "sample_eager")
+OPS = ("dsde_step", "verify", "kl_divergence", "sample", "truncation_threshold")
+TASKS = {
+    "verification": ("dsde_step", "verify", "eager", "compiled", "transformers", "flashinfer", "vllm"),
+    "KL divergence": ("kl_divergence", "kl_eager"),
+    "sampling": ("sample", "sample_eager"),
+    "truncation": ("truncation_threshold", "threshold_sort"),
+}
 CASES = [
-    (shape, name)
+    (shape, task, name)
     for shape in shapes(os.environ.get("DSDE_BENCH") or ("default" if GPU else "small"))
-    for name in COMPETITORS
+    for task, names in TASKS.items()
+    for name in names
 ]
 
 
-@pytest.mark.parametrize(("shape", "name"), CASES, ids=[f"{name}-{shape}" for shape, name in CASES])
-def test_kernels(benchmark, copy_rate, shape, name):
+@pytest.mark.parametrize(("shape", "task", "name"), CASES, ids=[f"{name}-{shape}" for shape, _, name in CASES])
+def test_kernels(benchmark, copy_rate, shape, task, name):
     rows = 2 * sum(shape.lengths()) + shape.B
     # The logits and a copy of some rows; twins and rivals hold float32 matrices as well.
     needed = rows * shape.V * (2 * DTYPES[shape.dtype].itemsize + (0 if GPU and name in OPS else 12))
@@ -105,8 +121,7 @@ def test_kernels(benchmark, copy_rate, shape, name):
     batch = make_batch(shape)
     if reason := rivals.unfit(name, batch):
         pytest.skip(reason)
-    run = own(name, batch) if name in OPS else lambda: getattr(rivals, name)(batch)
-    task = "verification" if name in VERIFIERS else "KL divergence" if name.startswith("kl") else "sampling"
+    run = prepare(name, batch)
     benchmark.group = f"{task}, {shape}"
     with use_backend("triton" if GPU else "torch"):
         outcome = first_call(name, run)
@@ -114,7 +129,7 @@ def test_kernels(benchmark, copy_rate, shape, name):
         device_s = event_seconds(run) if GPU else None
         backend = "triton" if use_triton(DEVICE) else "torch twin"
     wall_s = benchmark.stats.stats.median
-    useful, r = effective_bytes(name, shape, batch, outcome)
+    useful, r = effective_bytes(task, shape, batch, outcome)
     rate = useful / (wall_s if device_s is None else device_s)
     benchmark.extra_info |= {
         "name": name,
@@ -166,8 +181,13 @@ def make_batch(shape: Shape) -> Batch:
     return Batch(target, draft, tokens, cu.int(), shape.lengths(), owner, column, rows, cu[:-1], bonus)
 
 
-def own(name: str, batch: Batch) -> Callable[[], Any]:
-    """The op as a call without arguments; verifiers return what was accepted."""
+def prepare(name: str, batch: Batch) -> Callable[[], Any]:
+    """The op or rival as a call without arguments; verifiers return what was accepted."""
+    if name in ("kl_divergence", "kl_eager"):  # the rows that a caller has at hand, copied outside the clock
+        target, divergence = batch.target[batch.rows], kl_divergence if name in OPS else rivals.kl_eager
+        return lambda: divergence(target, batch.draft)
+    if name not in OPS:
+        return lambda: getattr(rivals, name)(batch)
     B, N = len(batch.lengths), len(batch.tokens)
     seed = torch.arange(B, device=DEVICE)
     inputs = (batch.target, batch.draft, batch.tokens, batch.cu)
@@ -179,10 +199,10 @@ def own(name: str, batch: Batch) -> Callable[[], Any]:
         return lambda: dsde_step(*inputs, **numbers, state=state, slots=seed, rule=rule).num_accepted
     if name == "verify":
         return lambda: verify(*inputs, **numbers).num_accepted
-    if name == "kl_divergence":  # the rows that a caller has at hand, copied outside the clock
-        target = batch.target[batch.rows]
-        return lambda: kl_divergence(target, batch.draft)
     ones, zeros = torch.ones(N, device=DEVICE), torch.zeros_like(batch.owner)
+    if name == "truncation_threshold":
+        top_k, top_p = torch.full_like(zeros, rivals.TOP_K), torch.full_like(ones, rivals.TOP_P)
+        return lambda: truncation_threshold(batch.draft, ones, top_k, top_p)
     return lambda: sample(batch.draft, ones, batch.owner, zeros, batch.column)
 
 
@@ -196,12 +216,12 @@ def first_call(name: str, run: Callable[[], Any]) -> Any:
         pytest.skip(f"torch.compile does not work here: {str(error).splitlines()[0]}")
 
 
-def effective_bytes(name: str, shape: Shape, batch: Batch, outcome: Any) -> tuple[float, float | None]:
+def effective_bytes(task: str, shape: Shape, batch: Batch, outcome: Any) -> tuple[float, float | None]:
     """Least traffic of the task, and the share of sequences that rejected a draft."""
     N, B = len(batch.tokens), shape.B
     row = shape.V * DTYPES[shape.dtype].itemsize
-    if name not in VERIFIERS:
-        return float(row * (N if name.startswith("sample") else 2 * N)), None
+    if task != "verification":
+        return float(row * (2 * N if task == "KL divergence" else N)), None
     r = (outcome < torch.tensor(batch.lengths, device=DEVICE)).float().mean().item()
     return row * (2 * N + B) * (1 + r / (2 * N / B + 1)), r
 
@@ -222,14 +242,18 @@ def wait_for(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 @lru_cache(maxsize=1)
-def l2_buffer() -> torch.Tensor:
-    return torch.empty(4 * torch.cuda.get_device_properties(DEVICE).L2_cache_size, dtype=torch.uint8, device=DEVICE)
+def l2_buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two buffers, each of four times the size of L2."""
+    size = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return torch.zeros(size, dtype=torch.int32, device=DEVICE), torch.zeros(size, dtype=torch.int32, device=DEVICE)
 
 
 def flush() -> None:
-    """Overwrite L2; nothing to do on a CPU."""
+    """Overwrite L2, then read it full, so that no write-back is left to the next kernel; nothing to do on a CPU."""
     if GPU:
-        l2_buffer().zero_()
+        written, read = l2_buffers()
+        written.zero_()
+        read.sum()
 
 
 def event_seconds(run: Callable[[], Any]) -> float:
