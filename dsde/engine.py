@@ -172,7 +172,7 @@ class Engine:
             limit = min(limit, self.target.context)
         room = self.blocks.num_blocks * self.blocks.block_size
         if limit > room:
-            raise ValueError(f"prompt and max_new_tokens need {limit} KV positions, the pool holds {room}")
+            raise ValueError(f"prompt and max_new_tokens need {limit} KV positions, kv_blocks hold {room}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs an engine with a tokenizer, got {params.stop!r}")
         if deadline is not None and not deadline >= 0:
@@ -235,7 +235,9 @@ class Engine:
         if not entries:
             return
         self._steps += 1
-        self._start_newcomers(entries)
+        for request in (e.request for e in entries):
+            if request.step == request.cached == 0:
+                self.controller.start(request)
         requests = [e.request for e in entries if e.verifies]
         params = RowParams.of(requests, self.target.device)
         # Draft: every sequence its own number of tokens, from q.
@@ -333,12 +335,6 @@ class Engine:
             "draft_seconds": 0.0 if self.draft is None else self.draft.seconds,
         }
 
-    def _start_newcomers(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            request = entry.request
-            if request.step == 0 and request.cached == 0:
-                self.controller.start(request)
-
     def _verify(
         self, requests: Sequence[Request], params: RowParams, drafts: Drafts, logits: torch.Tensor
     ) -> dk.Verification | dk.StepResult:
@@ -398,8 +394,9 @@ class Engine:
             self.blocks.trim(request.table, len(request.tokens))
             if new and request.first_token is None:
                 request.first_token = now
+            cause, request.cause = request.cause, None
             if not ok[i]:
-                request.fail(request.cause or "the logits at the next position are NaN or hold no finite value")
+                request.fail(cause)
             trace = StepTrace(
                 request.step,
                 sl,
@@ -420,6 +417,8 @@ class Engine:
             start = len(request.tokens) - count
             try:
                 stopped = cut_at_stop(request, start, self.tokenizer, self.target.device)
+                if stopped:  # before the position that failed
+                    request.error = request.cause = None
                 kept = len(request.tokens) - start
                 accepted = min(trace.accepted, kept)
                 request.trace.append(dataclasses.replace(trace, accepted=accepted))

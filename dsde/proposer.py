@@ -33,9 +33,9 @@ class Drafts:
 class ModelProposer:
     """A draft model that shares the target's tokenizer.
 
-    Drafting is ragged: a sequence leaves the draft batch when its own length is reached. Its first pass also catches up
-    the tokens that the draft's cache lacks, and computes the step's prompt chunks, so that draft and target caches
-    cover the same prefix.
+    Drafting is ragged: a sequence leaves the draft batch when its own length is reached, or behind an end-of-sequence
+    id. Its first pass also catches up the tokens that the draft's cache lacks, and computes the step's prompt chunks,
+    so that draft and target caches cover the same prefix.
 
     Parameters
     ----------
@@ -104,10 +104,14 @@ class ModelProposer:
                 if threshold is not None and cut is not None:
                     threshold.index_copy_(0, where, cut)
                 offset += 1
-                live = [i for i in live if lengths[i] > offset]
+                live = [i for i in live if lengths[i] > offset and drafts[i][-1] not in requests[i].eos]
                 segments = [
                     Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live
                 ]
+        drafted = [start + j for start, d in zip(starts, drafts, strict=False) for j in range(len(d))]
+        if logits is not None and len(drafted) < len(logits):
+            logits = logits[drafted]
+            threshold = None if threshold is None else threshold[drafted]
         return Drafts(
             drafts,
             None if logits is None else logits.to(self.device),
@@ -115,7 +119,7 @@ class ModelProposer:
         )
 
     def cached_after(self, entry: Entry) -> int:
-        """Leading tokens that the draft's cache holds once `entry` was proposed for, rejections aside."""
+        """Leading tokens that the draft's cache holds once `entry` was proposed for, rejections and ends aside."""
         request = entry.request
         if request.pending > 1:
             return max(request.draft_cached, self._chunk(entry).end)

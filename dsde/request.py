@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,25 +89,27 @@ class SamplingParams:
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        self._whole("max_new_tokens", 1, 2**31 - 1)
         # The kernels compute in float32: what is no ordinary number there is refused here.
         if self.temperature != 0 and not _TINY <= self.temperature <= 1 / _TINY:
             raise ValueError(f"temperature must be 0 or in [{_TINY}, {1 / _TINY}], got {self.temperature!r}")
         if self.top_k is not None:
-            _check_int("top_k", self.top_k, 1, 2**31 - 1)
+            self._whole("top_k", 1, 2**31 - 1)
         if self.top_p is not None and not _TINY <= self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], at least {_TINY}, got {self.top_p!r}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+            self._whole("seed", -(2**63), 2**63 - 1)
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
         if self.eos is not None:
             if not isinstance(self.eos, Sequence):
                 raise ValueError(f"eos must be a sequence of ints, got {self.eos!r}")
-            for token in self.eos:
-                _check_int("eos", token, 0, 2**63 - 1)
+            object.__setattr__(self, "eos", tuple(_int("eos", token, 0, 2**63 - 1) for token in self.eos))
+
+    def _whole(self, name: str, low: int, high: int) -> None:
+        object.__setattr__(self, name, _int(name, getattr(self, name), low, high))  # the class is frozen for others
 
     @property
     def truncates(self) -> bool:
@@ -115,14 +119,14 @@ class SamplingParams:
         )
 
 
-def describe(cause: BaseException) -> str:
-    """One line about an exception of the user's code."""
-    return f"{type(cause).__name__}: {cause}"
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+def _int(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int, also from numpy or torch; ValueError if it is none or lies outside [low, high]."""
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        with contextlib.suppress(TypeError):  # a tensor that is no integer
+            number = operator.index(value)
+            if low <= number <= high:
+                return number
+    raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ class Request:
     cached: int = 0
     draft_cached: int = 0
     step: int = 0
-    cause: str | None = None  # why a processor left a row of this step without a distribution
+    cause: Exception | None = None  # of a processor, at the step's first row that it left without a distribution
     error: str | None = None
     completion: Completion | None = None
     submitted: float = field(default_factory=time.perf_counter)
@@ -211,9 +215,11 @@ class Request:
         """Sort key of service: priority (high first), then earliest deadline, then arrival."""
         return (-self.priority, self.deadline, self.id)
 
-    def fail(self, cause: str | BaseException) -> None:
-        """Mark the request as failed; the engine ends it with "error" after the step."""
-        self.error = cause if isinstance(cause, str) else describe(cause)
+    def fail(self, cause: Exception | None) -> None:
+        """Mark the request as failed; the engine ends it with "error" after the step, and `cause` stays here."""
+        self.cause = cause
+        no_value = "the logits at the next position are NaN or hold no finite value"
+        self.error = no_value if cause is None else f"{type(cause).__name__}: {cause}"
 
     def finish(self, reason: str) -> Completion:
         """Freeze the request into its completion."""

@@ -9,7 +9,7 @@ import torch
 
 import dsde_kernels as dk
 
-from .request import LogitsProcessor, Request, Stateless, describe
+from .request import LogitsProcessor, Request, Stateless
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def process_rows(
     Parameters
     ----------
     owners : sequence of Request, R
-        Whose row it is. If one of its processors raises or returns another shape, ``cause`` says so and the row becomes
-        NaN. A drafted row is then rejected, and the request ends only if verification comes to need a target row like
-        that.
+        Whose row it is. If one of its processors raises or returns another shape, the row becomes NaN and the first
+        such row's exception the request's ``cause``. A drafted row is then rejected, and the request ends only if
+        verification comes to need a target row like that.
     prefixes : sequence of Tensor [1, n] int64, R
         The exact prefix of each row, on `device`.
     logits : Tensor [R, <= vocabulary]
@@ -100,7 +100,7 @@ def process_rows(
     """
     block = torch.full((len(logits), vocabulary), float("-inf"), device=device)
     block[:, : logits.shape[1]] = logits
-    failed: set[int] = set()
+    failed: dict[int, Exception] = {}
     for place in range(max(len(r.params.logits_processors) for r in owners)):
         groups: dict[int, tuple[LogitsProcessor, list[int]]] = {}  # requests may share processors
         for row, owner in enumerate(owners):
@@ -117,12 +117,13 @@ def process_rows(
                     result = processor(prefix, block[rows])
                     if result.shape != (len(rows), vocabulary):
                         raise ValueError(f"logits of shape {(len(rows), vocabulary)} became {tuple(result.shape)}")
-                    block[rows] = result
+                    block[rows] = result.to(block)
                 except Exception as cause:  # user code: only this request may suffer
                     if len(rows) > 1:  # whichever it was
                         calls += [[row] for row in rows]
                         continue
-                    owners[rows[0]].cause = describe(cause)
                     block[rows] = float("nan")
-                    failed.update(rows)
+                    failed[rows[0]] = cause
+    for row in sorted(failed, reverse=True):
+        owners[row].cause = failed[row]
     return block[:, : logits.shape[1]].to(logits.device)

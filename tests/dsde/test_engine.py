@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
@@ -330,6 +331,43 @@ def test_a_failing_request_does_not_disturb_the_others(tiny):
     assert bad[2].completion.token_ids == own_generate(target, batch[2])[:7]
 
 
+@pytest.mark.parametrize("end", ["eos", "criterion"])
+@pytest.mark.parametrize("behind", ["raises", "masks all"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_may_allow_nothing_behind_its_end(tiny, temperature, behind, end):
+    """Drafts and the bonus position lie there all the same."""
+    path = {3: 10, 4: 11, 5: 2}
+
+    def grammar(prefix, logits):
+        only = torch.full_like(logits, float("-inf"))
+        if prefix.shape[1] in path:
+            only[:, path[prefix.shape[1]]] = 0
+        elif behind == "raises":
+            raise KeyError(prefix.shape[1])
+        return only
+
+    options = {
+        "eos": {"eos": [2]},
+        "criterion": {"eos": (), "stopping_criteria": [lambda prefix: prefix[0, -1] == 2]},
+    }[end]
+    params = SamplingParams(8, temperature, logits_processors=[grammar], **options)
+    (done,) = Engine(*tiny("llama"), "static-4").generate([[5, 6, 7]], params)
+    assert (done.token_ids, done.finish_reason, done.error) == ([10, 11, 2], "stop", None)
+
+
+def test_drafting_ends_behind_an_end_of_sequence_id(tiny):
+    """The rows that are left out leave no hole: a draft equal to the target diverges nowhere and is always accepted."""
+    target, _ = tiny("llama")
+    engine = Engine(target, copy.deepcopy(target), "static-8")
+    params = [SamplingParams(NEW, temperature=1.0, top_k=20, seed=i, eos=range(0, VOCAB, 5)) for i in range(4)] + [
+        SamplingParams(NEW, temperature=1.0, top_k=20, seed=9, eos=())
+    ]
+    done = engine.generate(prompts([3, 9, 5, 1, 4]), params)
+    assert [c.finish_reason for c in done] == ["stop"] * 4 + ["length"]
+    assert all(step.accepted == step.sl and (step.kld or 0) < 1e-5 for c in done for step in c.trace)
+    assert 0 < engine.stats()["drafted"] == engine.stats()["accepted"]
+
+
 def test_processors_see_each_positions_exact_prefix(tiny):
     target, draft = tiny("llama")
     (prompt,) = prompts([6])
@@ -518,7 +556,7 @@ def test_refusals_name_the_argument(tiny):
         (("123",), "prompt_ids must be a sequence of ints"),
         (([1.5],), "prompt_ids must be a sequence of ints"),
         (([1] * 128,), "context of 128"),
-        (([1] * 30, SamplingParams(max_new_tokens=3)), "33 KV positions, the pool holds 32"),
+        (([1] * 30, SamplingParams(max_new_tokens=3)), "33 KV positions, kv_blocks hold 32"),
         (([1], SamplingParams(max_new_tokens=3, stop=["x"])), "tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -566,6 +604,12 @@ def test_refusals_name_the_argument(tiny):
 def test_bad_sampling_params(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_sampling_params_take_ints_of_numpy_and_torch():
+    params = SamplingParams(np.int64(5), top_k=torch.tensor(3), seed=np.int32(7), eos=torch.tensor([2, 3]).unbind())
+    assert (params.max_new_tokens, params.top_k, params.seed, params.eos) == (5, 3, 7, (2, 3))
+    assert all(type(n) is int for n in (params.max_new_tokens, params.top_k, params.seed, *params.eos))
 
 
 def test_generate_shows_progress(tiny, capsys):
