@@ -9,13 +9,14 @@ all: rolling back a rejected draft is remembering a smaller length.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from . import attention
 from .attention import Masks, PackedRows, Shapes
@@ -24,6 +25,14 @@ from .blocks import BlockTable
 
 class CannotPack(ValueError):
     """The model's attention can't be run packed and give the same result."""
+
+
+class CannotRollBack(ValueError):
+    """The cache of `model` can't forget its last tokens and give the same result."""
+
+    def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
+        super().__init__(f"model {type(model).__name__} is not a decoder whose cache can be rolled back{reason}")
+        self.model = model
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,9 @@ class PackedModel:
     Raises
     ------
     ValueError
-        The model is not a decoder, keeps recurrent state, is in training mode or in float64.
+        The model is in training mode or in float64.
+    CannotRollBack
+        It is not a decoder, or keeps recurrent state.
     CannotPack
         Its attention bypasses transformers' interface, or does something this module does not know.
     MemoryError
@@ -75,8 +86,8 @@ class PackedModel:
         name = type(model).__name__
         if model.training:
             raise ValueError(f"model {name} is in training mode: call model.eval() first")
-        if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False):
-            raise ValueError(f"model {name} is not a decoder whose cache can be rolled back")
+        if model.config.is_encoder_decoder or keeps_state(model):
+            raise CannotRollBack(model)
         if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"model {name} must be in float32, bfloat16 or float16, got {model.dtype}")
         self.model = model
@@ -199,7 +210,7 @@ class PackedModel:
         length = min(12, blocks // 2 * self.block_size, self.context or 12)
         if length < 2:
             return  # a store this small holds nothing worth comparing
-        texts = [[(7 * i + 3 * j + 1) % self.num_embeddings for i in range(length)] for j in range(2)]
+        texts = [probe_text(self.num_embeddings, length, j) for j in range(2)]
         tables = [BlockTable(list(range(j, blocks // 2 * 2, 2))) for j in range(2)]
         cut = length // 2
 
@@ -210,12 +221,9 @@ class PackedModel:
             ]
             return torch.cat((parts[0].unflatten(0, (2, -1)), parts[1].unflatten(0, (2, -1))), 1)
 
-        packed = self._attempt(ours).float()
-        with torch.inference_mode():
-            own = [self.model(torch.tensor([t], device=self.device), use_cache=False).logits for t in texts]
-        error = (packed - torch.cat(own).float()).norm() / torch.cat(own).float().norm()
-        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
-            raise self._refusal(f"packed logits differ from its own by {error:.1%}")
+        difference = difference_from_own(self.model, texts, self._attempt(ours))
+        if difference:
+            raise self._refusal(f"packed {difference}")
 
     def _attempt(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         try:
@@ -232,9 +240,45 @@ class PackedModel:
         )
 
 
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether a decoder's cache has layers that cannot forget their last tokens."""
+    return getattr(model, "_is_stateful", False) or not DynamicCache(config=model.config).is_croppable
+
+
+def probe_text(vocabulary: int, length: int, number: int = 0) -> list[int]:
+    """Ids to try a model with."""
+    return [(7 * i + 3 * number + 1) % vocabulary for i in range(length)]
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward pass has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def positions(model: PreTrainedModel, start: int, end: int) -> dict[str, torch.Tensor]:
+    """The argument that ``model.generate`` gives to models that take it; some count otherwise by themselves."""
+    if not takes(model, "position_ids"):
+        return {}
+    return {"position_ids": torch.arange(start, end, device=model.device)[None]}
+
+
+def difference_from_own(model: PreTrainedModel, texts: Sequence[Sequence[int]], logits: torch.Tensor) -> str | None:
+    """Say by how much `logits` [sequences, length, V] miss the model's own forward pass, None if they don't."""
+    ids = torch.tensor(texts, device=model.device)
+    places = positions(model, 0, ids.shape[1])
+    with torch.inference_mode():
+        own = torch.cat([model(row[None], use_cache=False, **places).logits for row in ids]).float()
+    error = (logits.float() - own).norm() / own.norm()
+    if error < (1e-3 if model.dtype == torch.float32 else 0.1):
+        return None
+    return f"logits differ from its own by {error:.1%}"
+
+
 def context_of(config: Any) -> int | None:
     """Longest sequence for which a token's key does not depend on what comes later."""
     context: int | None = getattr(config, "max_position_embeddings", None)
+    if context is not None and context < 1:  # XLNet's way to say that there is no limit
+        return None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond it, transformers turns all keys of a pass by other angles
         context = rope.get(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,17 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .blocks import BlockTable
-from .cache import CannotPack, PackedModel, Segment, context_of
+from .cache import (
+    CannotPack,
+    CannotRollBack,
+    PackedModel,
+    Segment,
+    context_of,
+    difference_from_own,
+    positions,
+    probe_text,
+    takes,
+)
 
 
 class SequentialModel:
@@ -21,6 +30,11 @@ class SequentialModel:
 
     Exact and slower: every sequence takes a forward pass of its own, and its keys and values lie outside the paged
     store. The attributes are those of `PackedModel`.
+
+    Raises
+    ------
+    CannotRollBack
+        The model keeps no cache, or one that does not continue a rolled back text as its own forward pass would.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -31,10 +45,8 @@ class SequentialModel:
         self.seconds = 0.0
         self._caches: WeakKeyDictionary[BlockTable, DynamicCache] = WeakKeyDictionary()
         # Older releases of transformers 5 call this argument past_key_values.
-        names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-        with self.packed():
-            self.vocabulary = self.forward([Segment([0], 0, BlockTable())]).shape[1]
+        self._cache_name = "cache" if takes(model, "cache") else "past_key_values"
+        self.vocabulary = self._probe()
         self.seconds = 0.0
 
     def forward(self, segments: Sequence[Segment], keep: Sequence[int] | None = None) -> torch.Tensor:
@@ -50,6 +62,22 @@ class SequentialModel:
         with torch.inference_mode():
             yield
 
+    def _probe(self) -> int:
+        """Compare a short text, after another beginning was rolled back, with the model's own forward pass."""
+        text, table = probe_text(self.num_embeddings, min(8, self.context or 8)), BlockTable()
+        try:
+            with self.packed():
+                begun = self.forward([Segment(text[:4], 0, table), Segment(text[3::-1], 4, table)])[:4]
+                logits = torch.cat((begun, self.forward([Segment(text[4:], 4, table)])))
+            difference = difference_from_own(self.model, [text], logits[None])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # whatever a model does that is given a cache it does not know
+            raise CannotRollBack(self.model, f": {cause}") from cause
+        if difference:
+            raise CannotRollBack(self.model, f": its {difference}")
+        return logits.shape[1]
+
     def _run(self, segment: Segment) -> torch.Tensor:
         if segment.start == 0:
             self._caches[segment.table] = DynamicCache()
@@ -59,7 +87,8 @@ class SequentialModel:
             cache.crop(-ahead)  # rejected drafts
         ids = torch.tensor([segment.ids], device=self.device).clamp_(0, self.num_embeddings - 1)
         mask = torch.ones(1, segment.end, dtype=torch.long, device=self.device)
-        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **{self._cache_name: cache})
+        inputs = {self._cache_name: cache, **positions(self.model, segment.start, segment.end)}
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **inputs)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -80,5 +109,6 @@ def load(model: PreTrainedModel, num_slots: int, block_size: int) -> PackedModel
     try:
         return PackedModel(model, num_slots, block_size)
     except CannotPack as cause:
+        sequential = SequentialModel(model)
         warnings.warn(f"{cause}; it runs one sequence at a time: exact, but slower", stacklevel=3)
-        return SequentialModel(model)
+        return sequential

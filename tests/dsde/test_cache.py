@@ -9,25 +9,47 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CpmAntConfig,
     DiffLlamaConfig,
     FalconConfig,
     Gemma2Config,
     GptOssConfig,
+    Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
+    MiniMaxConfig,
+    OpenAIGPTConfig,
     OPTConfig,
     Phi3Config,
     PhimoeConfig,
+    XLNetConfig,
 )
 
 from dsde.attention import PackedRows
 from dsde.blocks import BlockTable
-from dsde.cache import CannotPack, PackedModel, Segment
+from dsde.cache import CannotPack, CannotRollBack, PackedModel, Segment
+from dsde.fallback import load
 from tests.dsde.models import COMMON, CONFIGS, VOCAB, build
 
 CUTS = [0, 5, 6, 18, 21]
 # Contiguous, reversed, interleaved with the other sequence's blocks.
 TABLES = [([0, 1, 2, 3, 4, 5], [6, 7, 8, 9]), ([11, 9, 7, 5, 3, 1], [0, 2, 4, 6])]
+
+FORGETS_NOTHING = {
+    "lfm2": lambda: Lfm2Config(**COMMON | {"num_hidden_layers": 2}, layer_types=["conv", "full_attention"]),
+    "minimax": lambda: MiniMaxConfig(
+        **COMMON | {"num_hidden_layers": 2},
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention", "full_attention"],
+        block_size=4,
+    ),
+    "openai-gpt": lambda: OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "xlnet": lambda: XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48),
+    "cpmant": lambda: CpmAntConfig(
+        vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2
+    ),
+}
 
 
 def own_logits(model, ids):
@@ -147,6 +169,15 @@ def test_attention_that_lives_in_the_mask_or_comes_twice_is_refused(config, mess
     """Such models would run, and give other tokens than their own."""
     with pytest.raises(CannotPack, match=message):
         PackedModel(AutoModelForCausalLM.from_config(config).eval(), 64, 8)
+
+
+@pytest.mark.parametrize("name", FORGETS_NOTHING)
+def test_caches_that_cannot_be_rolled_back_are_refused(name):
+    """Short convolutions and linear attention; no cache at all; a cache that goes on differently than the model."""
+    model = AutoModelForCausalLM.from_config(FORGETS_NOTHING[name]()).eval()
+    with pytest.raises(CannotRollBack, match="rolled back") as caught:
+        load(model, 64, 8)
+    assert caught.value.model is model
 
 
 def test_a_model_whose_packed_logits_differ_is_refused(monkeypatch):
