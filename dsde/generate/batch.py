@@ -20,30 +20,35 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, p
     ValueError
         The mask is anything but left padding, a row is empty, or the positions of the text don't count from 0.
     """
-    size, width = input_ids.shape
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+    width = input_ids.shape[1]
+    if not input_ids.numel():
+        raise ValueError(f"input_ids must hold a row or more of at least one token, got {tuple(input_ids.shape)}")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
     starts = (mask != 0).int().argmax(1, keepdim=True)
     places = torch.arange(width, device=input_ids.device)
-    if width == 0 or mask.shape != input_ids.shape or not torch.equal(mask != 0, places >= starts):
-        raise ValueError("attention_mask must hold left padding only, followed by at least one token in each row")
-    if positions is not None:
-        text = places >= starts
-        if not torch.equal((places - starts)[text], positions.to(places).expand(size, width)[text]):
-            raise ValueError("position_ids must count the tokens of each row from 0")
+    text = places >= starts
+    if not torch.equal(mask, text.to(mask.dtype)):
+        raise ValueError("attention_mask must be 0 at left padding only and 1 at one token or more in each row")
+    if positions is None:
+        return starts[:, 0].tolist()
+    # Multimodal models have a plane for each of their axes, which are all alike where there is only text.
+    if positions.shape[-1] != width or ((positions.to(places) - (places - starts)) * text).any():
+        raise ValueError("position_ids must count the tokens of each row from 0")
     return starts[:, 0].tolist()
 
 
 class ColumnStream:
     """Feeds a streamer as plain decoding does: the prompt, then one token of every row at a time, then the end."""
 
-    def __init__(self, streamer: Any, pad: int) -> None:
+    def __init__(self, streamer: Any, input_ids: torch.Tensor, pad: int) -> None:
         self.streamer = streamer
+        self.input_ids = input_ids
         self.pad = pad
         self.sent = 0
 
-    def start(self, input_ids: torch.Tensor) -> None:
+    def start(self) -> None:
         """The prompt, as it was given."""
-        self.streamer.put(input_ids.cpu())
+        self.streamer.put(self.input_ids.cpu())
 
     def update(self, requests: Sequence[Request]) -> None:
         """Send the columns that are complete: each row holds a token there, or has ended."""
@@ -63,10 +68,10 @@ def assemble(input_ids: torch.Tensor, completions: Sequence[Completion], pad: in
     """Prompts and generated tokens, rows that ended earlier filled with `pad`; [B, n + longest]."""
     width = input_ids.shape[1]
     longest = max(len(c.token_ids) for c in completions)
-    sequences = input_ids.new_full((len(completions), width + longest), pad)
+    sequences = torch.full((len(completions), width + longest), pad, device=input_ids.device)
     sequences[:, :width] = input_ids
     for row, completion in zip(sequences, completions, strict=True):
-        row[width : width + len(completion.token_ids)] = input_ids.new_tensor(completion.token_ids)
+        row[width : width + len(completion.token_ids)] = sequences.new_tensor(completion.token_ids)
     return sequences
 
 

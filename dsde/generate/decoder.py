@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from collections.abc import Sequence
@@ -12,16 +11,17 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..cache import CannotRollBack, context_of
 from ..controllers import Static
 from ..engine import Engine
 from ..models import check_tokenizers
-from ..request import Completion, SamplingParams
+from ..request import Completion, Request, SamplingParams
 from .batch import ColumnStream, assemble, full_output, left_padding
-from .options import MODES, default, hand_back_reason, refuse_inputs, refuse_options
+from .options import MODES, default, hand_back_reason, refuse_inputs, refuse_options, whole
 from .rows import Row, refuse_stateful, share, split_criteria, split_tail
 
 # Decoding lends both models to the engine for a while, and two decoders may share a model: one call at a time.
-_TURN = threading.RLock()
+TURN = threading.RLock()
 
 
 class Decoder:
@@ -43,7 +43,8 @@ class Decoder:
 
     Notes
     -----
-    The engine is made at the first call and kept. Calls from several threads take turns.
+    The engine is made at the first call and kept. Calls from several threads take turns. transformers passes neither
+    ``assistant_model`` nor ``synced_gpus`` or ``negative_prompt_ids`` on to a custom loop: here they have no effect.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Decoder:
         self.stop_strings = stop_strings
         self.tokenizer = tokenizer
         self.draft_tokenizer = draft_tokenizer
+        self._tokenized = draft  # whose tokenizer that is; None if it belongs to whatever draft a call brings
         self.engine_options = engine_options
         self._engine: Engine | None = None
         self._made_for: tuple[Any, ...] = ()
@@ -112,15 +114,20 @@ class Decoder:
         config = generation_config
         mode = config.get_generation_mode()
         if mode not in MODES:
-            raise ValueError(f"{mode.value.replace('_', ' ')} cannot run in a Decoder; dsde.patch hands it back")
+            raise ValueError(f"{mode.value.replace('_', ' ')} cannot run in a Decoder; dsde.patch takes such calls")
         length, eos, criteria = split_criteria(stopping_criteria)
-        reason = hand_back_reason(model, mode) or _beyond_context(model, length)
-        if reason is not None:
+
+        def hand_back(reason: str) -> Any:
             self.warn(reason)
             if streamer is not None:
                 streamer.put(input_ids.cpu())
             prepared = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, **inputs}
-            return model._sample(input_ids, generation_config=config, streamer=streamer, **prepared)
+            with TURN:
+                return model._sample(input_ids, generation_config=config, streamer=streamer, **prepared)
+
+        reason = hand_back_reason(model, mode) or _beyond_context(model, length)
+        if reason is not None:
+            return hand_back(reason)
         refuse_options(config)
         refuse_inputs(inputs)
         refuse_stateful([*logits_processor, *stopping_criteria])
@@ -130,42 +137,42 @@ class Decoder:
         pad_id = 0 if pad is None else int(pad)
 
         starts = left_padding(input_ids, inputs.get("attention_mask"), inputs.get("position_ids"))
-        max_new_tokens = length - input_ids.shape[1]
-        if max_new_tokens < 1:
-            raise ValueError(f"max_length must exceed the prompt's {input_ids.shape[1]} tokens, got {length}")
+        drafts = whole("num_assistant_tokens", config.num_assistant_tokens, 0)
         rest, tail = split_tail(logits_processor, config.do_sample)
         rest = share(rest)
         # Drawn from torch's own generator, so that torch.manual_seed makes a sampled call repeatable.
         seeds = torch.randint(2**63 - 1, (len(input_ids),)).tolist() if config.do_sample else [0] * len(input_ids)
         keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-        with _TURN:
-            engine = self.prepare(model)
-            failures: list[Exception] = []
-            rows = [
-                Row(i, config.num_return_sequences, ids[None, :start].to(model.device), failures)
-                for i, (ids, start) in enumerate(zip(input_ids, starts, strict=True))
-            ]
-            params = [
-                SamplingParams(
-                    max_new_tokens=max_new_tokens,
-                    seed=seed,
-                    eos=tuple(eos),
-                    logits_processors=[row.processor(p) for p in rest],
-                    stopping_criteria=[row.criterion(c) for c in criteria],
-                    keep_logits=keep,
-                    **tail,
-                )
-                for row, seed in zip(rows, seeds, strict=True)
-            ]
-            prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
-            usual = engine.controller
-            if config.num_assistant_tokens != default("num_assistant_tokens") and usual.sl_limit > 0:
-                engine.controller = Static(config.num_assistant_tokens)
+        rows = [
+            Row(i, config.num_return_sequences, ids[None, :start].to(model.device))
+            for i, (ids, start) in enumerate(zip(input_ids, starts, strict=True))
+        ]
+        params = [
+            SamplingParams(
+                max_new_tokens=max(1, length - input_ids.shape[1]),  # the limit is looked at behind a token
+                seed=seed,
+                eos=tuple(eos),
+                logits_processors=[row.processor(p) for p in rest],
+                stopping_criteria=[row.criterion(c) for c in criteria],
+                keep_logits=keep,
+                **tail,
+            )
+            for row, seed in zip(rows, seeds, strict=True)
+        ]
+        prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
+        with TURN:
             try:
-                stream = None if streamer is None else ColumnStream(streamer, pad_id)
-                if stream is not None:
-                    stream.start(input_ids)
-                done = _run(engine, prompts, params, stream, failures)
+                engine = self.prepare(model, length=input_ids.shape[1] + params[0].max_new_tokens)
+            except CannotRollBack as cause:
+                if cause.model is not model:
+                    raise
+                return hand_back(str(cause))
+            usual = engine.controller
+            if drafts != default("num_assistant_tokens") and usual.sl_limit > 0:
+                engine.controller = Static(drafts)
+            try:
+                stream = None if streamer is None else ColumnStream(streamer, input_ids, pad_id)
+                done = _run(engine, prompts, params, stream)
             finally:
                 engine.controller = usual
         sequences = assemble(input_ids, done, pad_id)
@@ -175,8 +182,11 @@ class Decoder:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return full_output(sequences, done, rows, logits_processor, config)
 
-    def prepare(self, model: PreTrainedModel) -> Engine:
-        """The engine for `model`: kept from call to call, made anew when a model has moved or changed its format.
+    def prepare(self, model: PreTrainedModel, length: int = 0) -> Engine:
+        """The engine for `model`: kept from call to call, made anew when one of its models changes.
+
+        That is another draft, or a model's device, number format or vocabulary. Unless ``kv_blocks`` or a controller
+        object was given, it is also made anew when `length` positions need a larger pool than it has.
 
         Raises
         ------
@@ -185,27 +195,35 @@ class Decoder:
         RuntimeError
             Called from within one of its own calls, for example by a logits processor.
         """
-        with _TURN:
-            draft = self.draft
-            now: tuple[Any, ...] = (model, model.device, model.dtype)
-            if isinstance(draft, PreTrainedModel):
-                now += (draft.device, draft.dtype)
+        with TURN:
+            now = (*_state(model), *_state(self.draft))
             if self._engine is None or self._made_for != now:
                 self._engine = None  # its cache goes before the next one's is allocated
-                self._check_tokenizers(model)
-                self._engine = Engine(model, draft, **self.engine_options)
+                self.check_tokenizers(model)
+                self._engine = Engine(model, self.draft, **self.engine_options)
                 self._made_for = now
             if self._engine.has_work:
                 raise RuntimeError("generate was called from within its own decoding loop")
+            options, pool = self.engine_options, self._engine.blocks
+            # A controller that is an object serves one engine only.
+            grows = options.get("kv_blocks") is None and isinstance(options.get("controller", ""), str)
+            if grows and pool.blocks_for(length) > pool.num_blocks:
+                self._engine = None
+                self._engine = Engine(model, self.draft, **options | {"kv_blocks": pool.blocks_for(length)})
             return self._engine
 
-    def for_draft(self, draft: PreTrainedModel | Literal["ngram"] | None) -> Decoder:
-        """A decoder like this one with that draft; itself if it is the same."""
-        if draft is self.draft:
-            return self
-        other = copy.copy(self)
-        other.draft, other.draft_tokenizer, other._engine = draft, None, None
-        return other
+    def check_tokenizers(self, model: PreTrainedModel, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
+        """ValueError if the tokenizers of `model` and draft are known and disagree; those of a call come first."""
+        for name, given in (("tokenizer", tokenizer), ("assistant_tokenizer", draft_tokenizer)):
+            if given is not None and not hasattr(given, "get_vocab"):
+                raise ValueError(f"{name} must be a tokenizer, got {given!r}")
+        if not isinstance(self.draft, PreTrainedModel):
+            return
+        kept = self.draft_tokenizer if self._tokenized is None or self._tokenized is self.draft else None
+        ours = tokenizer or self.tokenizer or _stored_tokenizer(model)
+        theirs = draft_tokenizer or kept or _stored_tokenizer(self.draft)
+        if ours is not None and theirs is not None and ours is not theirs:
+            check_tokenizers(ours, theirs)
 
     def warn(self, reason: str) -> None:
         """Say once that calls of this kind run in transformers' own loop."""
@@ -213,34 +231,25 @@ class Decoder:
             self._warned.add(reason)
             warnings.warn(f"dsde hands this call back to transformers: {reason}", stacklevel=4)
 
-    def _check_tokenizers(self, model: PreTrainedModel) -> None:
-        if not isinstance(self.draft, PreTrainedModel):
-            return
-        ours = self.tokenizer or _stored_tokenizer(model)
-        theirs = self.draft_tokenizer or _stored_tokenizer(self.draft)
-        if ours is not None and theirs is not None and ours is not theirs:
-            check_tokenizers(ours, theirs)
-
 
 def _run(
     engine: Engine,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
     stream: ColumnStream | None,
-    failures: Sequence[Exception],
 ) -> list[Completion]:
     """Decode all rows to their end; whatever goes wrong leaves nothing behind in the engine."""
-    requests = []
+    requests: list[Request] = []
     try:
-        # All are submitted, and so accepted, before anything is computed.
-        for prompt, own in zip(prompts, params, strict=True):
-            requests.append(engine.submit(prompt, own))
+        # All are submitted, and so accepted, before anything is computed or streamed.
+        requests.extend(engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True))
+        if stream is not None:
+            stream.start()
         while any(r.completion is None for r in requests):
-            failed = [c for c in engine.step() if c.finish_reason == "error"]
-            if failures:
-                raise failures[0]
-            if failed:
-                raise RuntimeError(failed[0].error)
+            engine.step()
+            failed = next((r for r in requests if r.error is not None), None)
+            if failed is not None:
+                raise failed.cause or RuntimeError(failed.error)
             if stream is not None:
                 stream.update(requests)
         if stream is not None:
@@ -253,10 +262,18 @@ def _run(
 
 
 def _beyond_context(model: PreTrainedModel, length: int) -> str | None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model.config.get_text_config())
     if context is not None and length > context:
-        return f"max_length {length} is beyond the context of {context} tokens"
+        return f"max_length is beyond the context of {context} tokens"
     return None
+
+
+def _state(model: PreTrainedModel | str | None) -> tuple[Any, ...]:
+    """A model and what of it an engine relies on."""
+    if not isinstance(model, PreTrainedModel):
+        return (model,)
+    sizes = (model.get_input_embeddings().num_embeddings, getattr(model.get_output_embeddings(), "out_features", None))
+    return (model, model.device, model.dtype, *sizes)
 
 
 def _stored_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:

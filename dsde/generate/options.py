@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
+
+from ..cache import keeps_state
 
 
 def names(text: str) -> frozenset[str]:
@@ -63,10 +66,12 @@ def hand_back_reason(model: PreTrainedModel, mode: GenerationMode) -> str | None
         return f"{mode.value.replace('_', ' ')} is not speculative"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder model"
-    if getattr(model, "_is_stateful", False):
+    if keeps_state(model):
         return f"{name} keeps a state that cannot be rolled back"
     if model.training:
         return f"{name} is in training mode"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on, and would change the number format within the cache"
     return None
 
 
@@ -85,12 +90,30 @@ def refuse_options(config: GenerationConfig) -> None:
 
 def refuse_inputs(inputs: Mapping[str, Any]) -> None:
     """ValueError that names model inputs other than text, and caches that hold tokens already."""
-    unknown = [k for k, v in inputs.items() if v is not None and v is not False and k not in _PREPARED]
+    unknown = [k for k, v in inputs.items() if not (k in _PREPARED or _says_nothing(k, v))]
     for name in ("cache", "past_key_values"):
         cache = inputs.get(name)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
             unknown.append(name)
     refuse(unknown)
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a model input is absent: multimodal models get an empty mapping, or types that are all text."""
+    if name == "token_type_ids" and isinstance(value, torch.Tensor):
+        return not value.any()
+    return value is None or value is False or (isinstance(value, Mapping) and not value)
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """`value` as an int: transformers takes numbers of numpy, of torch and floats as well; ValueError if it is none."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = least - 1
+    if number < least or number != value:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    return number
 
 
 def refuse(options: Iterable[str]) -> None:

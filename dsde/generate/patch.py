@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from ..models import check_tokenizers
-from .decoder import Decoder
-from .options import hand_back_reason, refuse, refuse_options
+from ..cache import CannotRollBack
+from .decoder import TURN, Decoder
+from .options import hand_back_reason, refuse, refuse_options, whole
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _REFUSED = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "inputs_embeds", "cache")
@@ -60,34 +61,51 @@ class Patch:
     def __init__(
         self, model: PreTrainedModel, draft: PreTrainedModel | Literal["ngram"] | None = None, **options: Any
     ) -> None:
+        for name in ("streamer", "stop_strings"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name} belongs to a call of generate, not to a patch")
         self.model = model
         self.draft = draft
         self.decoder = Decoder(draft, **options)
-        self._installed = False
         self._before: Any = None
-        functools.update_wrapper(self, GenerationMixin.generate)
+        self._compared: tuple[Any, ...] = ()
+        functools.update_wrapper(self, GenerationMixin.generate.__get__(model))
         if (
             draft is not None
             and hand_back_reason(model, GenerationConfig(do_sample=False).get_generation_mode()) is None
         ):
-            self.decoder.prepare(model)  # what cannot work is said here
+            try:
+                self.decoder.prepare(model)  # what cannot work is said here
+            except CannotRollBack as cause:
+                if cause.model is not model:  # such a target is handed back, call by call
+                    raise
 
     def install(self) -> Patch:
         """Replace ``model.generate`` on the instance."""
-        if not self._installed:
+        if self not in self._patches():
             self._before = vars(self.model).get("generate")
             self.model.generate = self
-            self._installed = True
         return self
 
     def undo(self) -> None:
         """Give the model its former ``generate`` back; patches may be undone in any order, and more than once."""
-        self._installed = False
-        held = vars(self.model)
-        while isinstance(held.get("generate"), Patch) and not held["generate"]._installed:
-            before = held.pop("generate")._before
-            if before is not None:
-                held["generate"] = before
+        patches = list(self._patches())
+        if self not in patches:
+            return
+        place = patches.index(self)
+        if place > 0:
+            patches[place - 1]._before = self._before
+        elif self._before is not None:
+            self.model.generate = self._before
+        else:
+            del self.model.generate
+
+    def _patches(self) -> Iterator[Patch]:
+        """The patches that the model has now, the latest first."""
+        patched = vars(self.model).get("generate")
+        while isinstance(patched, Patch):
+            yield patched
+            patched = patched._before
 
     def __enter__(self) -> Patch:
         return self.install()
@@ -101,11 +119,16 @@ class Patch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take the arguments of ``generate`` and return what it returns."""
+        with TURN:
+            return self._generate(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(_SIGNATURE.bind(self.model, *args, **kwargs).arguments)
         del call["self"]
         call |= call.pop("kwargs", {})
-        decoder = self._decoder(call)
-        if decoder is None or call.get("custom_generate") is not None:
+        decoder, draft = self.decoder, self._draft(call)
+        wanted = draft is not None or decoder.engine_options.get("controller") == "off"
+        if not wanted or call.get("custom_generate") is not None:
             return self._original(*args, **kwargs)
         # transformers would keep these from a custom loop, or ask of the call what only its own assisted loop needs.
         streamer, tokenizer, draft_tokenizer = (
@@ -114,7 +137,7 @@ class Patch:
         call.pop("assistant_model", None)
         lookup = self._take(call, "prompt_lookup_num_tokens")
         if lookup is not None:
-            call["num_assistant_tokens"] = lookup
+            call["num_assistant_tokens"] = whole("prompt_lookup_num_tokens", lookup, 1)
         config = self._config(call)
         reason = hand_back_reason(self.model, config.get_generation_mode())
         if reason is not None:
@@ -122,8 +145,11 @@ class Patch:
             return self._original(*args, **kwargs)
         refuse_options(config)
         refuse(k for k in (*_REFUSED, "past_key_values") if not (call.get(k) is None or call[k] is False))
-        if tokenizer is not None and draft_tokenizer is not None:
-            check_tokenizers(tokenizer, draft_tokenizer)
+        decoder.draft = draft  # one engine at a time: each holds a cache for the target
+        given = (draft, tokenizer, draft_tokenizer)
+        if given not in (self._compared, (draft, None, None)):
+            decoder.check_tokenizers(self.model, tokenizer, draft_tokenizer)
+            self._compared = given
         if config.stop_strings is not None:
             call["stopping_criteria"] = self._with_stop_strings(call, tokenizer or decoder.tokenizer)
 
@@ -132,16 +158,11 @@ class Patch:
 
         return type(self.model).generate(self.model, **call, custom_generate=loop)
 
-    def _decoder(self, call: dict[str, Any]) -> Decoder | None:
-        """The decoder for the draft that this call wants; None if it wants none."""
-        draft = call.get("assistant_model")
-        if draft is None:
-            draft = self.draft if self._option(call, "prompt_lookup_num_tokens") is None else "ngram"
-        if draft is None and self.decoder.engine_options.get("controller") != "off":
-            return None
-        # One engine at a time: each holds a cache for the target.
-        self.decoder = decoder = self.decoder.for_draft(draft)
-        return decoder
+    def _draft(self, call: dict[str, Any]) -> PreTrainedModel | Literal["ngram"] | None:
+        """The draft that this call brings, else the patch's own."""
+        if call.get("assistant_model") is not None:
+            return call["assistant_model"]
+        return self.draft if self._option(call, "prompt_lookup_num_tokens") is None else "ngram"
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     LogitNormalization,
     LogitsProcessor,
@@ -29,7 +30,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ..request import LogitsProcessor as RowProcessor
 from ..request import Stateless
-from .options import names, refuse
+from .options import names, refuse, whole
 
 # Classes of transformers that depend on one row's ids and logits only. Others keep a state from call to call or mix
 # rows (classifier-free guidance, SynthID, speech): a verification that skips and repeats positions would break them.
@@ -110,7 +111,8 @@ def split_criteria(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int],
     limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     eos = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
     rest = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-    return min(limits), frozenset(i for ids in eos for i in ids.tolist()), rest
+    # Ids below 0, with which some say that nothing ends a row, are no tokens.
+    return whole("max_length", min(limits), 0), frozenset(int(i) for ids in eos for i in ids.tolist() if i >= 0), rest
 
 
 @dataclass
@@ -125,35 +127,31 @@ class Row:
         Consecutive rows that share a prompt (``num_return_sequences``).
     padding : Tensor [1, n] int64
         The ids left of its prompt, on the target's device.
-    failures : list
-        Collects what processors and criteria raise, so that the caller gets the exception itself.
     """
 
     index: int
     copies: int
     padding: torch.Tensor
-    failures: list[Exception] = field(default_factory=list)
 
     def processor(self, processor: Any) -> RowProcessor:
         """`processor`, bound to this row unless it is a `Stateless`, which all rows share."""
         if isinstance(processor, Stateless):
             return processor
         own = self._own(processor)
-        return lambda prefix, logits: self._call(own, self._ids(prefix), logits)
+
+        def bound(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = own(self._ids(prefix), logits)
+            missing = logits.shape[1] - scores.shape[1]  # transformers goes on with the tokens that are left
+            return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
+
+        return bound
 
     def criterion(self, criterion: Any) -> Callable[[torch.Tensor], bool]:
         """`criterion`, bound to this row; it gets None for its scores."""
-        return lambda prefix: bool(self._call(criterion, self._ids(prefix), None))
+        return lambda prefix: bool(criterion(self._ids(prefix), None))
 
     def _ids(self, prefix: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.padding, prefix.to(self.padding.device)), 1)
-
-    def _call(self, function: Any, ids: torch.Tensor, scores: torch.Tensor | None) -> Any:
-        try:
-            return function(ids, scores)
-        except Exception as error:
-            self.failures.append(error)
-            raise
 
     def _own(self, processor: Any) -> Any:
         """A copy that knows this row only, where a processor holds something for each row of the batch."""

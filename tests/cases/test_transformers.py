@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dsde import patch
@@ -163,6 +164,49 @@ def test_other_tokenizer_of_the_same_size(pair):
         patch(target, draft, tokenizer=ours, draft_tokenizer=theirs)
     with patch(target), pytest.raises(ValueError, match="disagree"):
         target.generate(**batch(), **NEW, assistant_model=draft, tokenizer=ours, assistant_tokenizer=theirs)
+
+
+A, B = tokenizer(), tokenizer(LETTERS[::-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "of_call"),
+    [
+        ({"tokenizer": A}, {"assistant_tokenizer": B}),
+        ({"draft_tokenizer": B}, {"tokenizer": A}),
+        ({}, {"tokenizer": A, "assistant_tokenizer": B}),
+        ({"tokenizer": A, "draft_tokenizer": B}, {}),
+    ],
+    ids=["draft's by call", "target's by call", "both by call", "both by patch"],
+)
+def test_tokenizers_by_patch_and_call(pair, given, of_call):
+    target, draft = pair
+    with patch(target, **given), pytest.raises(ValueError, match="disagree"):
+        target.generate(**batch(), **NEW, assistant_model=draft, **of_call)
+
+
+def test_tokenizers_belong_to_their_draft(pair):
+    """A call with another draft needn't have the tokenizer of the patch's own, which is compared again behind it."""
+    target, draft = pair
+    with patch(target, draft, draft_tokenizer=B):
+        target.generate(**batch(), **NEW, assistant_model=weaken(target, seed=3), tokenizer=A)
+        with pytest.raises(ValueError, match="disagree"):
+            target.generate(**batch(), **NEW, tokenizer=A)
+
+
+def test_a_tokenizer_that_is_none(pair):
+    with patch(*pair), pytest.raises(ValueError, match="assistant_tokenizer"):
+        pair[0].generate(**batch(), **NEW, assistant_tokenizer="rubbish")
+
+
+def test_tokenizers_that_begin_texts_differently(pair):
+    """Prompts are ids: whether a tokenizer would put a beginning-of-text before them is no difference."""
+    target, draft = pair
+    begins = tokenizer()
+    begins._tokenizer.post_processor = TemplateProcessing(single="<2> $A", special_tokens=[("<2>", 2)])
+    assert begins.encode("ab") != A.encode("ab")
+    with patch(target, draft, tokenizer=A, draft_tokenizer=begins):
+        pass
 
 
 def test_tokenizers_are_found_beside_the_models(pair, tmp_path):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CamembertConfig,
     FalconConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MaxTimeCriteria,
+    RobertaConfig,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
@@ -108,6 +112,25 @@ def test_architecture_that_attends_by_itself(config):
         check(target, weaken(target), NEW | OPTIONS["several"])
 
 
+@pytest.mark.parametrize("kind", [RobertaConfig, CamembertConfig])
+def test_architecture_that_counts_positions_otherwise_by_itself(kind):
+    config = kind(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=130,
+        is_decoder=True,
+        eos_token_id=None,
+        pad_token_id=1,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    check(target, weaken(target), NEW | OPTIONS["several"])
+
+
 def test_processors_are_not_rounded_to_the_models_half_precision(tiny):
     """A bias below the distance of two bfloat16 numbers decides between tokens that the model gives equal logits."""
     target, draft = (copy.deepcopy(m).bfloat16() for m in tiny("llama"))
@@ -134,6 +157,38 @@ def test_draft_by_prompt_lookup(tiny):
 def test_controllers(tiny, controller):
     want, got = both(*tiny("llama"), NEW, controller=controller)
     assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        {"max_new_tokens": np.int64(5)},
+        {"max_new_tokens": 5.0},
+        {"max_new_tokens": torch.tensor(5)},
+        {"max_new_tokens": None, "max_length": np.int32(12)},
+        {"eos_token_id": -1},
+        {"eos_token_id": 9.0},
+    ],
+    ids=str,
+)
+def test_numbers_that_transformers_takes(tiny, number):
+    want, got = both(*tiny("llama"), NEW | number)
+    assert torch.equal(want, got)
+
+
+def test_a_length_criterion_that_the_prompt_has_passed_gives_one_token(tiny):
+    want, got = both(*tiny("llama"), NEW | {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(2)])})
+    assert torch.equal(want, got)
+
+
+def test_a_processor_may_drop_columns(tiny):
+    want, got = both(*tiny("llama"), NEW | {"logits_processor": LogitsProcessorList([lambda ids, x: x[:, :40]])})
+    assert torch.equal(want, got)
+
+
+def test_prompts_of_32_bits(tiny):
+    want, got = both(*tiny("llama"), NEW, {"input_ids": torch.tensor([[5, 6, 7]], dtype=torch.int32)})
+    assert want.dtype == got.dtype and torch.equal(want, got)
 
 
 def test_config_object_and_positional_prompt(tiny):

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import pickle
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
+    Phi3Config,
     SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from dsde import Decoder, patch
+from dsde import Decoder, Dsde, patch
 from tests.dsde.generate_support import batch
-from tests.dsde.models import build, weaken
+from tests.dsde.models import COMMON, build, weaken
+from tests.dsde.test_cache import FORGETS_NOTHING
 
 NEW = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
 
@@ -91,6 +97,58 @@ class TestPatch:
             target.generate(**batch(), **NEW)
             assert patched.decoder.prepare(target) is not engine
 
+    @pytest.mark.parametrize("size", [70, 30])
+    def test_a_model_that_changes_its_vocabulary_gets_a_new_engine(self, size):
+        target = build("llama")
+        with patch(target, weaken(target)):
+            target.resize_token_embeddings(size)
+            ids = torch.tensor([[5, size - 1, 7]])
+            want = type(target).generate(target, ids, **NEW)
+            assert torch.equal(target.generate(ids, **NEW), want)
+
+    def test_a_pool_that_is_too_small_for_a_call_grows(self, pair, monkeypatch):
+        target, draft = pair
+        want = target.generate(**batch(), **NEW | {"max_new_tokens": 60})
+        monkeypatch.setattr("dsde.engine._DEFAULT_POSITIONS", 32)
+        with patch(target, draft) as patched:
+            target.generate(**batch(), **NEW)
+            small = patched.decoder.prepare(target)
+            assert small.stats()["blocks"] == 1
+            assert torch.equal(target.generate(**batch(), **NEW | {"max_new_tokens": 60}), want)
+            assert patched.decoder.prepare(target).stats()["blocks"] == 3
+
+    def test_a_controller_object_keeps_its_engine(self, pair, monkeypatch):
+        target, draft = pair
+        monkeypatch.setattr("dsde.engine._DEFAULT_POSITIONS", 32)
+        with patch(target, draft, controller=Dsde()):
+            with pytest.raises(ValueError, match="kv_blocks"):
+                target.generate(**batch(), **NEW | {"max_new_tokens": 60})
+            target.generate(**batch(), **NEW)
+
+    def test_installed_again_below_another(self, pair):
+        target, draft = pair
+        first, second = patch(target, draft), patch(target, "ngram")
+        first.undo()
+        first.install()
+        assert target.generate is first
+        with pytest.warns(UserWarning, match="beam"):
+            target.generate(**batch(), **NEW, num_beams=2)
+        second.undo()
+        assert target.generate is first
+        first.undo()
+        assert "generate" not in vars(target)
+
+    def test_the_signature_is_that_of_generate(self, pair):
+        target, draft = pair
+        want = inspect.signature(target.generate)
+        with patch(target, draft):
+            assert inspect.signature(target.generate) == want
+
+    @pytest.mark.parametrize("option", ["streamer", "stop_strings"])
+    def test_an_option_of_calls_is_refused(self, pair, option):
+        with pytest.raises(ValueError, match=f"{option} belongs to a call"):
+            patch(*pair, **{option: "x"})
+
     def test_copies_are_not_patched(self, pair):
         target, draft = pair
         with patch(target, draft):
@@ -145,6 +203,36 @@ def test_threads_take_turns(pair):
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.parametrize("through", ["patch", "beams", "decoder"])
+def test_calls_that_are_handed_back_take_turns_too(pair, through):
+    """Started when the model is lent to a running call, they would meet its packed attention."""
+    target, draft = pair
+    options = {"num_beams": 2} if through == "beams" else {"max_new_tokens": 125}
+    if through == "decoder":
+        options["custom_generate"] = Decoder(draft)
+    plain = NEW | options
+    plain.pop("custom_generate", None)
+    want = target.generate(**batch(), **plain)
+    got = []
+
+    def other():
+        got.append(target.generate(**batch(), **NEW | options))
+
+    thread = threading.Thread(target=other)
+
+    def start_it(module, inputs):
+        hook.remove()
+        thread.start()
+        thread.join(0.5)
+
+    with patch(target, draft), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hook = target.register_forward_pre_hook(start_it)
+        target.generate(**batch(), **NEW)
+        thread.join()
+    assert torch.equal(got[0], want)
+
+
 class TestHandedBack:
     @pytest.mark.parametrize(
         "options", [{"num_beams": 3}, {"num_beams": 2, "do_sample": True}, {"max_new_tokens": 125}], ids=str
@@ -167,6 +255,49 @@ class TestHandedBack:
         want = mamba.generate(ids, **NEW)
         with patch(mamba, pair[1]), pytest.warns(UserWarning, match="state that cannot be rolled back"):
             assert torch.equal(mamba.generate(ids, **NEW), want)
+
+    def test_one_warning_whatever_the_length(self, pair):
+        target, draft = pair
+        with patch(target, draft), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for length in (125, 126):
+                target.generate(**batch(), **NEW | {"max_new_tokens": length})
+        assert sum("hands this call back" in str(w.message) for w in seen) == 1
+
+    @pytest.mark.parametrize("width", [7, 40])
+    def test_beyond_the_original_context_of_a_long_rope(self, width):
+        """There transformers turns all keys by other angles."""
+        rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+        config = Phi3Config(**COMMON, original_max_position_embeddings=32, rope_parameters=rope)
+        torch.manual_seed(0)
+        target = AutoModelForCausalLM.from_config(config).eval()
+        options = NEW | {"max_new_tokens": 40}
+        want = target.generate(**batch((width,)), **options)
+        with patch(target, weaken(target)), pytest.warns(UserWarning, match="beyond the context of 32"):
+            assert torch.equal(target.generate(**batch((width,)), **options), want)
+
+    @pytest.mark.parametrize("name", FORGETS_NOTHING)
+    def test_a_model_whose_cache_cannot_be_rolled_back(self, pair, name):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(FORGETS_NOTHING[name]()).eval()
+        ids = torch.tensor([[5, 6, 7]])
+        want = model.generate(ids, **NEW)
+        with patch(model, "ngram"), pytest.warns(UserWarning, match="rolled back"):
+            assert torch.equal(model.generate(ids, **NEW), want)
+        with pytest.raises(ValueError, match="rolled back"):
+            patch(pair[0], model)
+
+    @pytest.mark.parametrize("patched_inside", [False, True])
+    def test_under_autocast(self, pair, patched_inside):
+        target, draft = pair
+        with torch.autocast("cpu", torch.bfloat16):
+            want = target.generate(**batch(), **NEW)
+        with contextlib.ExitStack() as stack:
+            contexts = [lambda: patch(target, draft), lambda: torch.autocast("cpu", torch.bfloat16)]
+            for enter in reversed(contexts) if patched_inside else contexts:
+                stack.enter_context(enter())
+            with pytest.warns(UserWarning, match="autocast"):
+                assert torch.equal(target.generate(**batch(), **NEW), want)
 
     def test_an_encoder_decoder_model(self, pair):
         config = T5Config(
@@ -238,6 +369,34 @@ class TestRefused:
         with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor"):
             pair[0].generate(**batch(), **NEW, watermarking_config=marks)
 
+    @pytest.mark.parametrize(
+        "number",
+        [
+            {"num_assistant_tokens": 3.5},
+            {"num_assistant_tokens": "3"},
+            {"num_assistant_tokens": -1},
+            {"prompt_lookup_num_tokens": 0},
+        ],
+        ids=str,
+    )
+    def test_a_length_of_drafts_that_is_none(self, pair, number):
+        with pytest.raises(ValueError, match=next(iter(number))):
+            pair[0].generate(**batch(), **NEW, **number)
+
+    def test_a_prompt_without_tokens(self, pair):
+        with pytest.raises(ValueError, match="input_ids"):
+            pair[0].generate(torch.zeros(1, 0, dtype=torch.long), **NEW)
+
+    def test_half_a_mask(self, pair):
+        mask = torch.tensor([[0.5, 1, 1]])
+        with pytest.raises(ValueError, match="attention_mask"):
+            pair[0].generate(torch.tensor([[5, 6, 7]]), attention_mask=mask, **NEW)
+
+    @pytest.mark.parametrize("option", [{"top_p": 1e-32, "do_sample": True}, {"num_assistant_tokens": -1}], ids=str)
+    def test_before_a_decoder_makes_its_engine(self, pair, option):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            pair[0].generate(**batch(), **NEW, **option, custom_generate=Decoder(pair[1]))
+
     def test_right_padding(self, pair):
         inputs = batch()
         inputs["attention_mask"] = inputs["attention_mask"].flip(1)
@@ -274,7 +433,41 @@ def test_a_request_that_never_fits_is_refused_before_any_compute(pair):
         assert patched.decoder.prepare(target).stats()["steps"] == 0
 
 
+def test_a_refused_call_streams_nothing(pair):
+    target, draft = pair
+    seen = []
+    streamer = SimpleNamespace(put=seen.append, end=lambda: seen.append("end"))
+    with patch(target, draft, kv_blocks=1, block_size=8), pytest.raises(ValueError, match="kv_blocks"):
+        target.generate(torch.tensor([[5, 6, 7]]), **NEW, streamer=streamer)
+    assert seen == []
+
+
 class TestFailures:
+    def test_an_exception_on_a_prefix_that_is_never_reached_changes_nothing(self, pair):
+        """Drafts of prompt lookup go where the caller's grammar ends."""
+        target, _ = pair
+        text = [10, 11, 12, 13, 14]
+        prompt = torch.tensor([[10, 11, 30, 31, 10, 11, 30]])
+
+        def allowed(_, ids):
+            written = ids.tolist()[7:]
+            return text[len(written) : len(written) + 1] if written == text[: len(written)] else []
+
+        options = NEW | {"max_new_tokens": 5, "prefix_allowed_tokens_fn": allowed}
+        with patch(target, "ngram", controller="static-4") as patched:
+            assert target.generate(prompt, **options)[0, 7:].tolist() == text
+            assert patched.decoder.prepare(target).stats()["drafted"] > 0
+
+    @pytest.mark.parametrize("sampled", [False, True])
+    def test_a_grammar_may_allow_nothing_behind_its_end(self, pair, sampled):
+        target, draft = pair
+        path = {3: [10], 4: [11], 5: [2]}
+        options = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": 2, "do_sample": sampled}
+        for allowed in (lambda _, ids: path[len(ids)], lambda _, ids: path.get(len(ids), [])):
+            with patch(target, draft, controller="static-4"):
+                got = target.generate(torch.tensor([[5, 6, 7]]), **options, prefix_allowed_tokens_fn=allowed)
+            assert got[0, 3:].tolist() == [10, 11, 2]
+
     def test_the_exception_of_a_processor_reaches_the_caller(self, pair):
         target, draft = pair
 
