@@ -123,12 +123,13 @@ def truncation_threshold_triton(
     (rows, vocabulary), device = logits.shape, logits.device
     out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        threshold_kernel[(rows,)](
-            logits, logits.stride(0),
-            temperature.contiguous(),
-            *(None if x is None else x.contiguous() for x in (top_k, top_p, min_p)),
-            out, vocabulary,
-            _PASSES[logits.dtype], launch.SEARCH_TILE,
-            num_warps=launch.SEARCH_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            threshold_kernel[(rows,)](
+                logits, logits.stride(0),
+                temperature.contiguous(),
+                *(None if x is None else x.contiguous() for x in (top_k, top_p, min_p)),
+                out, vocabulary,
+                _PASSES[logits.dtype], launch.SEARCH_TILE,
+                num_warps=launch.SEARCH_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
     return out
