@@ -74,8 +74,8 @@ def stream_pair(
     w = tl.zeros([TILE], tl.float32)
     lost = tl.zeros([TILE], tl.float32)
     argmax = tl.full([], 0, tl.int32)
-    # Tiles under way while one is worked on: two, or one where the sums of the kept need the registers.
-    STAGES: tl.constexpr = 3 if target_threshold is None and draft_threshold is None else 2
+    # Two tiles are on their way while one is worked on, but none where the sums of the kept take up the registers.
+    STAGES: tl.constexpr = 3 if target_threshold is None and draft_threshold is None else 1
     for tile in tl.range(tl.minimum(TILES, tl.cdiv(vocabulary - start, TILE)), num_stages=STAGES):
         column = start + tile * TILE + tl.arange(0, TILE)
         x = tl.load(target + column, mask=column < vocabulary, other=-INF).to(tl.float32)
