@@ -3,7 +3,7 @@
     python -m dsde_kernels.aot [--target sm_90 ...]
 
 One JSON line a kernel, dtype and target: registers and spills a thread, bytes of shared memory a program, bytes of
-stack a thread. Exit code 1 on a spill, a stack frame or more than LIMIT registers.
+stack a thread. Exit code 1 on a spill, a stack frame or more than `launch.REGISTERS` registers.
 """
 
 import argparse
@@ -29,7 +29,6 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-LIMIT = 128  # registers a thread: two programs of eight warps share a multiprocessor
 _VOCABULARY, _MAX_DRAFT = 151_936, 10
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -38,8 +37,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _SIZES = ("vocabulary", "shared", "stride", "target_stride", "draft_stride")
 
 
-def cases(dtype: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
-    """Kernel, types of its pointers, constants and warps of each case, for logits of `dtype`."""
+def cases(dtype: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Kernel, types of its pointers, constants and options of each case, for logits of `dtype`."""
     from .kld_kernel import kl_kernel
     from .sampling_kernel import sample_kernel
     from .stability_kernel import update_kernel
@@ -61,39 +60,43 @@ def cases(dtype: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], in
     truncated = {"target_threshold": f32, "draft_threshold": f32}
     one_hot = {name: kind for name, kind in (verify | decide).items() if name != "draft"}
     draw = verify | state | {"races": f32}
-    found: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
+    plain = {"num_warps": launch.WARPS, "enable_fp_fusion": False}
+    limited = plain | {"maxnreg": launch.REGISTERS}  # AMD's compiler ignores it
+    found: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {
         "kl_divergence": (
-            kl_kernel, pair | {"temperature": f32, "out": f32, "records": f32, "counters": i32}, stream, launch.WARPS
+            kl_kernel, pair | {"temperature": f32, "out": f32, "records": f32, "counters": i32}, stream, plain
         ),
         "sample": (
             sample_kernel,
             {"logits": logits, **keys, "offset": i64, "threshold": f32, "tokens": i64, "races": f32, "counters": i32},
-            race, launch.WARPS,
+            race, plain,
         ),
         "truncation_threshold": (
             threshold_kernel,
             {"logits": logits, "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "out": f32},
-            {"PASSES": _PASSES[_DTYPES[dtype]], "TILE": launch.SEARCH_TILE}, launch.SEARCH_WARPS,
+            {"PASSES": _PASSES[_DTYPES[dtype]], "TILE": launch.SEARCH_TILE},
+            plain | {"num_warps": launch.SEARCH_WARPS},
         ),
-        "verify": (verify_kernel, verify | decide, two, launch.WARPS),
-        "verify, truncated": (verify_kernel, verify | decide | truncated, two, launch.WARPS),
-        "verify, truncated, unaligned": (verify_kernel, verify | decide | truncated, two, launch.WARPS),
-        "verify, one-hot drafts": (verify_kernel, one_hot, two, launch.WARPS),
-        "draw": (draw_kernel, draw, race, launch.WARPS),
-        "draw, unaligned": (draw_kernel, draw, race, launch.WARPS),
-        "dsde_step in one launch": (verify_kernel, verify | decide | state, one, launch.WARPS),
-        "dsde_step in one launch, truncated": (verify_kernel, verify | decide | state | truncated, one, launch.WARPS),
+        "verify": (verify_kernel, verify | decide, two, plain),
+        "verify, one-hot drafts": (verify_kernel, one_hot, two, plain),
+        "verify, unaligned": (verify_kernel, verify | decide, two, plain),
+        "verify, truncated": (verify_kernel, verify | decide | truncated, two, limited),
+        "verify, truncated, unaligned": (verify_kernel, verify | decide | truncated, two, limited),
+        "draw": (draw_kernel, draw, race, plain),
+        "draw, unaligned": (draw_kernel, draw, race, plain),
+        "dsde_step in one launch": (verify_kernel, verify | decide | state, one, limited),
+        "dsde_step in one launch, truncated": (verify_kernel, verify | decide | state | truncated, one, limited),
     }  # fmt: skip
     if dtype == "fp32":  # takes no logits
         update = {"table": f32, "slots": i64, "weights": f32, "kld": f32, "cu_draft": i32, "num_accepted": i32}
         update |= {"temperature": f32, "ok": "*i1", "proposed": "*i1"}
-        found["stability_update"] = update_kernel, update, {"RULE": DsdeRule()}, 1
+        found["stability_update"] = update_kernel, update, {"RULE": DsdeRule()}, plain | {"num_warps": 1}
     return found
 
 
 def compile_case(target: str, dtype: str, name: str) -> dict:
     """Compile one case and read its needs."""
-    kernel, pointers, constants, warps = cases(dtype)[name]
+    kernel, pointers, constants, options = cases(dtype)[name]
     sizes = (*_SIZES, "sequences", "max_draft")
     signature, values, hints = {}, {}, {}
     for place, argument in enumerate(kernel.arg_names):
@@ -105,15 +108,13 @@ def compile_case(target: str, dtype: str, name: str) -> dict:
             signature[argument] = "constexpr"
             values[place,] = constants.get(argument)
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints)
-    compiled = triton.compile(
-        source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps, "enable_fp_fusion": False}
-    )
+    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     needs = _amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _nvidia(compiled.asm["cubin"])
     return {"kernel": name, "dtype": dtype, "target": target, **needs, "shared": compiled.metadata.shared}
 
 
 def fits(needs: dict) -> bool:
-    return needs["spills"] == needs["stack"] == 0 and needs["registers"] <= LIMIT
+    return needs["spills"] == needs["stack"] == 0 and needs["registers"] <= launch.REGISTERS
 
 
 def _nvidia(cubin: bytes) -> dict:
@@ -132,7 +133,9 @@ def _amd(assembly: str) -> dict:
 
     return {
         "registers": number("vgpr_count"),
-        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "spills": number("vgpr_spill_count"),
+        # Of scalar registers, into lanes of a vector register and not into memory: printed, not judged.
+        "scalar_spills": number("sgpr_spill_count"),
         "stack": number("private_segment_fixed_size"),
     }
 

@@ -14,7 +14,7 @@ or +inf makes it NaN, no finite logit leaves 0.
 """
 
 # mypy: allow-incomplete-defs
-# ruff: noqa: ANN201, ANN202, SIM102  (jit functions have neither return types nor short-circuits)
+# ruff: noqa: ANN201, ANN202  (jit functions have neither return types nor short-circuits)
 
 import math
 
@@ -73,22 +73,26 @@ def stream_pair(
     kept_d = tl.zeros([TILE], tl.float32)
     w = tl.zeros([TILE], tl.float32)
     lost = tl.zeros([TILE], tl.float32)
-    argmax = tl.full([], 0, tl.int32)
+    peak = start  # where the first tile that holds the maximum begins
+    place = tl.arange(0, TILE)
     # Two tiles are on their way while one is worked on, but none where the sums of the kept take up the registers.
     STAGES: tl.constexpr = 3 if target_threshold is None and draft_threshold is None else 1
     for tile in tl.range(tl.minimum(TILES, tl.cdiv(vocabulary - start, TILE)), num_stages=STAGES):
-        column = start + tile * TILE + tl.arange(0, TILE)
-        x = tl.load(target + column, mask=column < vocabulary, other=-INF).to(tl.float32)
+        first = start + tile * TILE
+        column = first + place
+        # What lies past the end is masked here and not by the load, which is made tiles ahead: its mask would wait in
+        # registers.
+        x = tl.load(target + column, mask=column < vocabulary).to(tl.float32)
+        x = tl.where(place < vocabulary - first, x, -INF)
         top_t = tl.max(x, 0)
         rises = top_t > m_t
         if draft is not None:
-            y = tl.load(draft + column, mask=column < shared, other=-INF).to(tl.float32)
+            y = tl.load(draft + column, mask=column < shared).to(tl.float32)
+            y = tl.where(place < shared - first, y, -INF)
             top_d = tl.max(y, 0)
             rises = rises | (top_d > m_d)
         if rises:
-            if greedy:
-                if top_t > m_t:
-                    argmax = tl.min(tl.where(x == top_t, column, vocabulary), 0)
+            peak = tl.where(top_t > m_t, first, peak)
             new_t = tl.maximum(m_t, top_t)
             fall_t = fall(m_t, new_t, scale)
             if draft is not None:
@@ -120,6 +124,11 @@ def stream_pair(
             lost += tl.where(possible, 0.0, e_t)
             w = tl.fma(e_t, tl.maximum(t, FAR) - tl.where(possible, d, 0.0), w)
 
+    # The maximum's tile once more, from the cache: a search for its column within the loop takes more registers.
+    column = peak + place
+    width = tl.where(greedy, vocabulary, 0)
+    x = tl.load(target + column, mask=column < width, other=-INF).to(tl.float32)
+    argmax = tl.min(tl.where(x == m_t, column, width), 0)
     tl.store(record, m_t)
     tl.store(record + 1, total(s_t))
     if target_threshold is not None:

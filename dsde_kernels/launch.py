@@ -14,6 +14,11 @@ from torch import Tensor
 # running sums of the pair loop in registers. Small programs wait for few others at each of the loop's reductions.
 TILE = 1024
 WARPS = 4
+# Registers a thread, at most: four programs share a multiprocessor then. Without a limit ptxas takes 72 to 80 for the
+# plain pass over a pair of rows; where thresholds or the last draw are part of it, it takes more than 128, or aims at
+# fewer and spills. AMD's compiler, which needs fewer, has no such option.
+REGISTERS = 128
+LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
 # Steps of the loop over a pair of rows: 16,384 logits, so that a row of 152k has 10 programs, enough for a small batch
 # to spread out, and 64 KB in half precision, against which start-up and the record of 36 bytes hardly count.
 TILES = 16

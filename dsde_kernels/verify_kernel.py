@@ -378,6 +378,7 @@ def _launch(
         x.max_draft,
     )  # fmt: skip
     options = {"num_warps": launch.WARPS, "enable_fp_fusion": False}
+    plain = parts > 1 and x.target_threshold is None and x.draft_threshold is None
     with torch.cuda.device_of(x.target_logits):
         verify_kernel[(sequences * (x.max_draft + 1) * split,)](
             *common,
@@ -385,7 +386,8 @@ def _launch(
             *(None if limit is None else limit.contiguous() for limit in (x.target_threshold, x.draft_threshold)),
             out.num_accepted, out.accept_prob,
             launch.scratch(device, "records", x.draft_tokens.shape[0] * split * RECORD.value),
-            rule, parts, split, triton.next_power_of_2(x.max_draft + 1), launch.TILE, launch.TILES, **options,
+            rule, parts, split, triton.next_power_of_2(x.max_draft + 1), launch.TILE, launch.TILES,
+            **options, **({} if plain else launch.LIMIT),
         )  # fmt: skip
         if parts > 1:
             draw_kernel[(sequences * parts,)](*common, rule, parts, launch.TILE, launch.RACE_TILES, **options)
