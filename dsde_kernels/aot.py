@@ -3,7 +3,7 @@
     python -m dsde_kernels.aot [--target sm_90 ...]
 
 One JSON line a kernel, dtype and target: registers and spills a thread, bytes of shared memory a program, bytes of
-stack a thread. Exit code 1 on a spill, a stack frame or more than LIMIT registers.
+stack a thread. Exit code 1 on a spill, a stack frame or more than `launch.REGISTERS` registers.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -30,93 +29,92 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-LIMIT = 128  # registers a thread: two programs of eight warps share a multiprocessor
 _VOCABULARY, _MAX_DRAFT = 151_936, 10
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def cases(dtype: str) -> Iterator[tuple[str, Any, dict, dict, int]]:
-    """Name, kernel, types of its arguments, constants and warps of each kernel, for logits of `dtype`."""
+# Sizes and strides: divisible by 16 in the usual vocabularies; those named "unaligned" are compiled for any.
+_SIZES = ("vocabulary", "shared", "stride", "target_stride", "draft_stride")
+
+
+def cases(dtype: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Kernel, types of its pointers, constants and options of each case, for logits of `dtype`."""
     from .kld_kernel import kl_kernel
     from .sampling_kernel import sample_kernel
-    from .stability_kernel import rule_arguments, update_kernel
+    from .stability_kernel import update_kernel
     from .threshold_kernel import _PASSES, threshold_kernel
-    from .verify_kernel import verify_kernel
+    from .verify_kernel import draw_kernel, verify_kernel
 
     logits, f32, i32, i64 = f"*{dtype}", "*fp32", "*i32", "*i64"
-    split = {"SPLIT": launch.splits(_VOCABULARY), "TILE": launch.TILE, "TILES": launch.TILES}
-    rule = rule_arguments(DsdeRule())
-    keys = {"seed": i64, "step": i64}
-
-    yield (
-        "kl_divergence",
-        kl_kernel,
-        {"target": logits, "draft": logits, "temperature": f32, "out": f32, "records": f32, "counters": i32},
-        split,
-        launch.WARPS,
-    )
-    sample = {"logits": logits, "temperature": f32, **keys, "offset": i64, "threshold": f32, "tokens": i64}
-    yield "sample", sample_kernel, {**sample, "records": f32, "counters": i32}, split, launch.WARPS
-    yield (
-        "truncation_threshold",
-        threshold_kernel,
-        {"logits": logits, "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "out": f32},
-        {"PASSES": _PASSES[_DTYPES[dtype]], "TILE": launch.SEARCH_TILE},
-        launch.SEARCH_WARPS,
-    )
+    keys = {"temperature": f32, "seed": i64, "step": i64}
+    stream = {"SPLIT": launch.splits(_VOCABULARY), "TILE": launch.TILE, "TILES": launch.TILES}
+    parts = launch.race_parts(_VOCABULARY)
+    race = {"PARTS": parts, "TILE": launch.TILE, "TILES": launch.RACE_TILES, "RULE": DsdeRule()}
+    pair = {"target": logits, "draft": logits}
+    verify = {**pair, **keys, "cu_draft": i32, "decisions": f32, "counters": i32}
+    verify |= {"tokens": i64, "kld": f32, "logprobs": f32, "ok": "*i1"}
+    state = {"table": f32, "slots": i64, "weights": f32, "next_sl": i32, "sl_cap": f32}
+    decide = {"draft_tokens": i64, "num_accepted": i32, "accept_prob": f32, "records": f32}
+    two = {**race, **stream, "COLUMNS": triton.next_power_of_2(_MAX_DRAFT + 1)}
+    one = {**two, "PARTS": 1}
+    truncated = {"target_threshold": f32, "draft_threshold": f32}
+    one_hot = {name: kind for name, kind in (verify | decide).items() if name != "draft"}
+    draw = verify | state | {"races": f32}
+    plain = {"num_warps": launch.WARPS, "enable_fp_fusion": False}
+    limited = plain | {"maxnreg": launch.REGISTERS}  # AMD's compiler ignores it
+    found: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {
+        "kl_divergence": (
+            kl_kernel, pair | {"temperature": f32, "out": f32, "records": f32, "counters": i32}, stream, plain
+        ),
+        "sample": (
+            sample_kernel,
+            {"logits": logits, **keys, "offset": i64, "threshold": f32, "tokens": i64, "races": f32, "counters": i32},
+            race, plain,
+        ),
+        "truncation_threshold": (
+            threshold_kernel,
+            {"logits": logits, "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "out": f32},
+            {"PASSES": _PASSES[_DTYPES[dtype]], "TILE": launch.SEARCH_TILE},
+            plain | {"num_warps": launch.SEARCH_WARPS},
+        ),
+        "verify": (verify_kernel, verify | decide, two, plain),
+        "verify, one-hot drafts": (verify_kernel, one_hot, two, plain),
+        "verify, unaligned": (verify_kernel, verify | decide, two, plain),
+        "verify, truncated": (verify_kernel, verify | decide | truncated, two, limited),
+        "verify, truncated, unaligned": (verify_kernel, verify | decide | truncated, two, limited),
+        "draw": (draw_kernel, draw, race, plain),
+        "draw, unaligned": (draw_kernel, draw, race, plain),
+        "dsde_step in one launch": (verify_kernel, verify | decide | state, one, limited),
+        "dsde_step in one launch, truncated": (verify_kernel, verify | decide | state | truncated, one, limited),
+    }  # fmt: skip
     if dtype == "fp32":  # takes no logits
         update = {"table": f32, "slots": i64, "weights": f32, "kld": f32, "cu_draft": i32, "num_accepted": i32}
         update |= {"temperature": f32, "ok": "*i1", "proposed": "*i1"}
-        yield "stability_update", update_kernel, update, rule, 1
-
-    verify = {"target": logits, "draft": logits, "draft_tokens": i64, "cu_draft": i32, "temperature": f32, **keys}
-    verify |= {"tokens": i64, "num_accepted": i32, "kld": f32, "accept_prob": f32, "logprobs": f32, "ok": "*i1"}
-    verify |= {"records": f32, "counters": i32}
-    state = {"table": f32, "slots": i64, "weights": f32, "next_sl": i32, "sl_cap": f32}
-    thresholds = {"target_threshold": f32, "draft_threshold": f32}
-    constants = {**split, **rule, "CAP": 0, "COLUMNS": triton.next_power_of_2(_MAX_DRAFT + 1)}
-    yield "verify", verify_kernel, verify, constants, launch.WARPS
-    yield "dsde_step", verify_kernel, verify | state, constants, launch.WARPS
-    yield "dsde_step, truncated", verify_kernel, verify | state | thresholds, constants, launch.WARPS
-    one_hot = {name: kind for name, kind in verify.items() if name != "draft"}
-    yield "dsde_step, one-hot drafts", verify_kernel, one_hot | state, constants, launch.WARPS
+        found["stability_update"] = update_kernel, update, {"RULE": DsdeRule()}, plain | {"num_warps": 1}
+    return found
 
 
-def compile_case(target: str, dtype: str, number: int) -> dict:
+def compile_case(target: str, dtype: str, name: str) -> dict:
     """Compile one case and read its needs."""
-    name, kernel, types, constants, warps = list(cases(dtype))[number]
-    places = {argument: i for i, argument in enumerate(kernel.arg_names)}
-    signature, values = {}, {}
-    for argument in kernel.arg_names:
-        if argument in types:
-            signature[argument] = types[argument]
-        elif argument in constants or not argument.islower() or _is_pointer(argument):
+    kernel, pointers, constants, options = cases(dtype)[name]
+    sizes = (*_SIZES, "sequences", "max_draft")
+    signature, values, hints = {}, {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in pointers or argument in sizes:
+            signature[argument] = pointers.get(argument, "i32")
+            if argument in pointers or (argument in _SIZES and not name.endswith("unaligned")):
+                hints[place,] = [["tt.divisibility", 16]]
+        else:  # a constant, or a pointer that this case lacks
             signature[argument] = "constexpr"
-            values[places[argument],] = constants.get(argument)
-        else:
-            signature[argument] = "i32"  # sizes and strides
-    aligned = ("*", "vocabulary", "shared", "stride", "target_stride", "draft_stride")
-    hints = {
-        (places[argument],): [["tt.divisibility", 16]]
-        for argument, kind in signature.items()
-        if kind.startswith(aligned[0]) or argument in aligned
-    }
+            values[place,] = constants.get(argument)
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints)
-    compiled = triton.compile(
-        source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps, "enable_fp_fusion": False}
-    )
+    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     needs = _amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _nvidia(compiled.asm["cubin"])
     return {"kernel": name, "dtype": dtype, "target": target, **needs, "shared": compiled.metadata.shared}
 
 
 def fits(needs: dict) -> bool:
-    return needs["spills"] == needs["stack"] == 0 and needs["registers"] <= LIMIT
-
-
-def _is_pointer(argument: str) -> bool:
-    return argument in (
-        "draft", "target_threshold", "draft_threshold", "table", "slots", "weights", "next_sl", "sl_cap"
-    )  # fmt: skip
+    return needs["spills"] == needs["stack"] == 0 and needs["registers"] <= launch.REGISTERS
 
 
 def _nvidia(cubin: bytes) -> dict:
@@ -135,7 +133,9 @@ def _amd(assembly: str) -> dict:
 
     return {
         "registers": number("vgpr_count"),
-        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "spills": number("vgpr_spill_count"),
+        # Of scalar registers, into lanes of a vector register and not into memory: printed, not judged.
+        "scalar_spills": number("sgpr_spill_count"),
         "stack": number("private_segment_fixed_size"),
     }
 
@@ -145,9 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     targets = parser.parse_args(arguments).target
     os.environ["TRITON_INTERPRET"] = "0"
-    work = [
-        (target, dtype, number) for target in targets for dtype in _DTYPES for number in range(len(list(cases(dtype))))
-    ]
+    work = [(target, dtype, name) for target in targets for dtype in _DTYPES for name in cases(dtype)]
     all_fit = True
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for result in pool.map(compile_case, *zip(*work, strict=True)):

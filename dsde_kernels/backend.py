@@ -64,7 +64,7 @@ def traced(x: Tensor) -> bool:
 
     Plain calls skip torch's dispatcher, which costs as much as a small step.
     """
-    return torch.compiler.is_compiling() or type(x) is not Tensor
+    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) is not Tensor)
 
 
 def _check(name: str, source: str) -> None:

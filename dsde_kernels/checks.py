@@ -4,6 +4,8 @@ Shapes, dtypes and devices are attributes and are always checked. Values are rea
 reading them on a GPU would make the host wait for the device.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def check_logits(name: str, x: Tensor, rows: int | None = None, device: torch.device | None = None) -> None:
     """Raise ValueError unless `x` is a float matrix with dense rows, of `rows` rows, on `device`."""
+    check_tensor(name, x)
     if x.ndim != 2 or x.shape[1] == 0 or (rows is not None and x.shape[0] != rows):
         expected = "rows" if rows is None else rows
         raise ValueError(f"{name} must have shape [{expected}, vocabulary]; got {list(x.shape)}")
@@ -26,13 +29,18 @@ def check_logits(name: str, x: Tensor, rows: int | None = None, device: torch.de
 
 def check_vector(name: str, x: Tensor, length: int, device: torch.device, *, integer: bool) -> None:
     """Raise ValueError unless `x` is a vector of `length` numbers of the wanted kind on `device`."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of shape [{length}]; got {type(x).__name__}")
+    check_tensor(name, x)
     if x.ndim != 1 or x.shape[0] != length:
         raise ValueError(f"{name} must have shape [{length}]; got {list(x.shape)}")
     if x.dtype not in _INTEGERS if integer else x.dtype != torch.float32:
         raise ValueError(f"{name} must be {'int32 or int64' if integer else 'float32'}; got {x.dtype}")
     check_device(name, x, device)
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raise ValueError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device | None) -> None:
@@ -49,3 +57,14 @@ def check_range(name: str, x: Tensor, low: float, high: float, *, open_low: bool
     if not ((low < smallest if open_low else low <= smallest) and largest <= high):
         got = largest if low <= smallest else smallest
         raise ValueError(f"{name} must lie in {'(' if open_low else '['}{low}, {high}]; got {got}")
+
+
+def check_ragged(cu_draft: Tensor, drafts: int, max_draft: int | None = None) -> None:
+    """Raise ValueError unless `cu_draft`, on the CPU, rises from 0 to `drafts`, in steps of at most `max_draft`."""
+    if cu_draft.device.type != "cpu":
+        return
+    cu = cu_draft.tolist()
+    most = drafts if max_draft is None else max_draft
+    if cu[0] != 0 or cu[-1] != drafts or any(not 0 <= b - a <= most for a, b in pairwise(cu)):
+        limit = "" if max_draft is None else f", in steps of at most max_draft = {max_draft}"
+        raise ValueError(f"cu_draft must rise from 0 to {drafts}, the number of draft tokens{limit}; got {cu}")

@@ -14,7 +14,9 @@ or +inf makes it NaN, no finite logit leaves 0.
 """
 
 # mypy: allow-incomplete-defs
-# ruff: noqa: ANN201, ANN202, SIM102  (jit functions have neither return types nor short-circuits)
+# ruff: noqa: ANN201, ANN202  (jit functions have neither return types nor short-circuits)
+
+import math
 
 import torch
 import triton
@@ -22,22 +24,22 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .kld import LOG_FLOOR
+from .kld import FARTHEST, LOG_FLOOR
 from .rng_kernel import last_to_arrive, log2_scale, row_at
 
 # A record: maximum, sum and sum of the kept of the target, the same of the draft, W, lost, and the target's argmax.
 RECORD = tl.constexpr(9)
 INF = tl.constexpr(float("inf"))
-LN2 = tl.constexpr(0.6931471805599453)
+LN2 = tl.constexpr(math.log(2))
 FLOOR = tl.constexpr(LOG_FLOOR)
-_LOG2_FLOOR = tl.constexpr(LOG_FLOOR / 0.6931471805599453)
-_FAR = tl.constexpr(-1e30)  # stands for -inf where it is multiplied by a zero
+_LOG2_FLOOR = tl.constexpr(LOG_FLOOR / math.log(2))
+FAR = tl.constexpr(-FARTHEST / math.log(2))  # q is 0 from here on; stands for -inf where that meets a zero
 
 
 @triton.jit
 def fall(old, new, scale):
     """What a log2 weight relative to the maximum `old` loses when the maximum becomes `new`."""
-    return tl.where(old == -INF, 0.0, tl.maximum((old - new) * scale, _FAR))
+    return tl.where(old == -INF, 0.0, tl.maximum((old - new) * scale, FAR))
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def _moved(w, s_t, lost, fall_t, fall_d):
 
 @triton.jit
 def total(x):
-    """Sum of a tile. In float64 the order, which follows the alignment of the rows, leaves no trace."""
+    """Sum of a tile. In float64, so that the order, which follows the alignment of the rows, hardly ever shows."""
     return tl.sum(x.to(tl.float64), 0).to(tl.float32)
 
 
@@ -71,25 +73,32 @@ def stream_pair(
     kept_d = tl.zeros([TILE], tl.float32)
     w = tl.zeros([TILE], tl.float32)
     lost = tl.zeros([TILE], tl.float32)
-    argmax = tl.full([], 0, tl.int32)
-    for tile in tl.range(TILES, num_stages=3):
-        column = start + tile * TILE + tl.arange(0, TILE)
-        x = tl.load(target + column, mask=column < vocabulary, other=-INF).to(tl.float32)
+    peak = start  # where the first tile that holds the maximum begins
+    place = tl.arange(0, TILE)
+    # Two tiles are on their way while one is worked on, but none where the sums of the kept take up the registers.
+    STAGES: tl.constexpr = 3 if target_threshold is None and draft_threshold is None else 1
+    for tile in tl.range(tl.minimum(TILES, tl.cdiv(vocabulary - start, TILE)), num_stages=STAGES):
+        first = start + tile * TILE
+        column = first + place
+        # What lies past the end is masked here and not by the load, which is made tiles ahead: its mask would wait in
+        # registers.
+        x = tl.load(target + column, mask=column < vocabulary).to(tl.float32)
+        x = tl.where(place < vocabulary - first, x, -INF)
         top_t = tl.max(x, 0)
         rises = top_t > m_t
         if draft is not None:
-            y = tl.load(draft + column, mask=column < shared, other=-INF).to(tl.float32)
+            y = tl.load(draft + column, mask=column < shared).to(tl.float32)
+            y = tl.where(place < shared - first, y, -INF)
             top_d = tl.max(y, 0)
             rises = rises | (top_d > m_d)
         if rises:
-            if greedy:
-                if top_t > m_t:
-                    argmax = tl.min(tl.where(x == top_t, column, vocabulary), 0)
+            peak = tl.where(top_t > m_t, first, peak)
             new_t = tl.maximum(m_t, top_t)
             fall_t = fall(m_t, new_t, scale)
             if draft is not None:
                 new_d = tl.maximum(m_d, top_d)
                 fall_d = fall(m_d, new_d, scale)
+                lost = tl.where(fall_d > FAR, lost, s_t)
                 w = _moved(w, s_t, lost, fall_t, fall_d)
                 lost *= tl.exp2(fall_t)
                 s_d *= tl.exp2(fall_d)
@@ -111,10 +120,15 @@ def stream_pair(
             s_d += e_d
             if draft_threshold is not None:
                 kept_d += tl.where(y < draft_threshold, 0.0, e_d)
-            possible = d > -INF
+            possible = d > FAR
             lost += tl.where(possible, 0.0, e_t)
-            w = tl.fma(e_t, tl.maximum(t, _FAR) - tl.where(possible, tl.maximum(d, _FAR), 0.0), w)
+            w = tl.fma(e_t, tl.maximum(t, FAR) - tl.where(possible, d, 0.0), w)
 
+    # The maximum's tile once more, from the cache: a search for its column within the loop takes more registers.
+    column = peak + place
+    width = tl.where(greedy, vocabulary, 0)
+    x = tl.load(target + column, mask=column < width, other=-INF).to(tl.float32)
+    argmax = tl.min(tl.where(x == m_t, column, width), 0)
     tl.store(record, m_t)
     tl.store(record + 1, total(s_t))
     if target_threshold is not None:
@@ -130,9 +144,9 @@ def stream_pair(
 
 
 @triton.jit
-def _field(records, number: tl.constexpr, mask):
-    # Past the first-level cache, which does not see what other multiprocessors write.
-    return tl.load(records + number, mask=mask, other=0.0, cache_modifier=".cg")
+def shared_load(pointer, mask):
+    """What other programs have stored: past the first-level cache, which does not see it."""
+    return tl.load(pointer, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -144,31 +158,33 @@ def merge(
 
     KL is NaN where a row is broken, and without meaning where DRAFT is False.
     """
-    m_t = tl.where(mask, -INF, -INF)
+    m_t = tl.full(mask.shape, -INF, tl.float32)
     m_d = m_t
-    s_t = tl.where(mask, 0.0, 0.0)
+    s_t = tl.zeros(mask.shape, tl.float32)
     s_d, kept_t, kept_d, w, lost = s_t, s_t, s_t, s_t, s_t
-    argmax = tl.where(mask, 0, 0)
+    argmax = tl.zeros(mask.shape, tl.int32)
     for part in range(SPLIT):
         record = records + part * RECORD
-        top_t, more_t = _field(record, 0, mask), _field(record, 1, mask)
+        top_t, more_t = shared_load(record + 0, mask), shared_load(record + 1, mask)
         new_t = tl.maximum(m_t, top_t)
         ours_t, theirs_t = fall(m_t, new_t, scale), fall(top_t, new_t, scale)
         if DRAFT:
-            top_d, more_d = _field(record, 3, mask), _field(record, 4, mask)
-            more_w, more_lost = _field(record, 6, mask), _field(record, 7, mask)
+            top_d, more_d = shared_load(record + 3, mask), shared_load(record + 4, mask)
+            more_w, more_lost = shared_load(record + 6, mask), shared_load(record + 7, mask)
             new_d = tl.maximum(m_d, top_d)
             ours_d, theirs_d = fall(m_d, new_d, scale), fall(top_d, new_d, scale)
+            lost = tl.where(ours_d > FAR, lost, s_t)
+            more_lost = tl.where(theirs_d > FAR, more_lost, more_t)
             w = _moved(w, s_t, lost, ours_t, ours_d) + _moved(more_w, more_t, more_lost, theirs_t, theirs_d)
             lost = lost * tl.exp2(ours_t) + more_lost * tl.exp2(theirs_t)
             s_d = s_d * tl.exp2(ours_d) + more_d * tl.exp2(theirs_d)
             if DRAFT_KEPT:
-                kept_d = kept_d * tl.exp2(ours_d) + _field(record, 5, mask) * tl.exp2(theirs_d)
+                kept_d = kept_d * tl.exp2(ours_d) + shared_load(record + 5, mask) * tl.exp2(theirs_d)
             m_d = new_d
         s_t = s_t * tl.exp2(ours_t) + more_t * tl.exp2(theirs_t)
         if TARGET_KEPT:
-            kept_t = kept_t * tl.exp2(ours_t) + _field(record, 2, mask) * tl.exp2(theirs_t)
-        argmax = tl.where(top_t > m_t, _field(record, 8, mask).to(tl.int32, bitcast=True), argmax)
+            kept_t = kept_t * tl.exp2(ours_t) + shared_load(record + 2, mask) * tl.exp2(theirs_t)
+        argmax = tl.where(top_t > m_t, shared_load(record + 8, mask).to(tl.int32, bitcast=True), argmax)
         m_t = new_t
     share = lost / s_t
     kl = LN2 * (w / s_t - tl.log2(s_t) + (1.0 - share) * tl.log2(s_d) - share * _LOG2_FLOOR)
@@ -205,14 +221,14 @@ def kl_divergence_triton(target_logits: Tensor, draft_logits: Tensor, temperatur
     out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         split = launch.splits(vocabulary)
-        counters, records = launch.workspace(device, rows, rows * split * RECORD.value)
-        kl_kernel[(rows * split,)](
-            target_logits, target_logits.stride(0),
-            draft_logits, draft_logits.stride(0),
-            None if temperature is None else temperature.contiguous(),
-            out, records, counters,
-            vocabulary, min(vocabulary, draft_logits.shape[1]),
-            split, launch.TILE, launch.TILES,
-            num_warps=launch.WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            kl_kernel[(rows * split,)](
+                target_logits, target_logits.stride(0),
+                draft_logits, draft_logits.stride(0),
+                None if temperature is None else temperature.contiguous(),
+                out, launch.scratch(device, "records", rows * split * RECORD.value), launch.counters(device, rows),
+                vocabulary, min(vocabulary, draft_logits.shape[1]),
+                split, launch.TILE, launch.TILES,
+                num_warps=launch.WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
     return out

@@ -1,19 +1,31 @@
 """What every launcher shares: sizes of the Triton kernels, and their workspace.
 
-A row of V logits is split over ceil(V / (TILE * TILES)) programs, by V alone and never by the batch, so that the order
-in which numbers are added does not depend on the neighbours.
+A row of V logits is split over programs by V alone and never by the batch, so that the order in which numbers are added
+does not depend on the neighbours.
 """
+
+import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 # Logits in one step of a program's loop: 8 a thread, which is one 16-byte load in half precision, and leaves the
-# running sums of the pair loop in registers; with at most 128 of them a thread, two programs share a multiprocessor.
-TILE = 2048
-WARPS = 8
-# Steps of that loop. 16,384 logits a program: 10 programs for a row of 152k, enough for a small batch to spread out,
-# and 64 KB a row pair in half precision, against which start-up and the record of 36 bytes hardly count.
-TILES = 8
+# running sums of the pair loop in registers. Small programs wait for few others at each of the loop's reductions.
+TILE = 1024
+WARPS = 4
+# Registers a thread, at most: four programs share a multiprocessor then. Without a limit ptxas takes 72 to 80 for the
+# plain pass over a pair of rows; where thresholds or the last draw are part of it, it takes more than 128, or aims at
+# fewer and spills. AMD's compiler, which needs fewer, has no such option.
+REGISTERS = 128
+LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
+# Steps of the loop over a pair of rows: 16,384 logits, so that a row of 152k has 10 programs, enough for a small batch
+# to spread out, and 64 KB in half precision, against which start-up and the record of 36 bytes hardly count.
+TILES = 16
+# Steps of the race, where the random numbers cost ten times what reading costs: a row of 152k has 38 programs. A row
+# that fits into one (4,096 logits) is raced by the program that decided, in the same launch; others take a second one.
+# By instruction counts of the compiled loop one program would need about 100 us for 152k logits; not yet measured.
+RACE_TILES = 4
 # The threshold search reads its row many times from the cache, in one program: more threads shorten the row.
 SEARCH_TILE = 4096
 SEARCH_WARPS = 16
@@ -26,22 +38,34 @@ def splits(vocabulary: int) -> int:
     return -(-vocabulary // (TILE * TILES))
 
 
-def workspace(device: torch.device, counters: int, floats: int) -> tuple[Tensor, Tensor]:
-    """At least `counters` int32 zeros and `floats` float32 numbers of scratch, for the current stream of `device`.
+def race_parts(vocabulary: int) -> int:
+    """Programs that share the race of one row."""
+    return -(-vocabulary // (TILE * RACE_TILES))
 
-    Allocated once per size (rounded up to a power of two) and kept, so that captured graphs stay valid. Kernels leave
-    the counters at zero.
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """At least `count` int32 zeros, which kernels leave at zero."""
+    return _workspace(device, "counters", count, torch.int32, torch.zeros)
+
+
+def scratch(device: torch.device, name: str, count: int) -> Tensor:
+    """At least `count` float32 numbers."""
+    return _workspace(device, name, count, torch.float32, torch.empty)
+
+
+def _workspace(device: torch.device, name: str, count: int, dtype: torch.dtype, make: Callable[..., Tensor]) -> Tensor:
+    """The buffer of that name of the current thread and stream, allocated once per size, which is a power of two.
+
+    A graph that is being captured gets its own, which it zeroes itself if need be: graphs may be replayed in any order,
+    and at the same time.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return (
-        _buffer(device, stream, torch.int32, 1 << counters.bit_length()),
-        _buffer(device, stream, torch.float32, 1 << floats.bit_length()),
-    )
-
-
-def _buffer(device: torch.device, stream: int, dtype: torch.dtype, size: int) -> Tensor:
-    key = (device, stream, dtype, size)
-    buffer = _buffers.get(key)
-    if buffer is None:
-        buffer = _buffers[key] = torch.zeros(size, dtype=dtype, device=device)
-    return buffer
+    size = 1 << count.bit_length()
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return make(size, dtype=dtype, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (threading.get_ident(), device, stream, name, size)
+    if key not in _buffers:
+        _buffers[key] = make(size, dtype=dtype, device=device)
+    return _buffers[key]

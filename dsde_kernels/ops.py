@@ -4,9 +4,7 @@
 weights; a rule as its numbers. The public functions call them where they are traced.
 """
 
-# ruff: noqa: ARG001, ARG005  (a fake implementation takes what its op takes)
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,135 +12,88 @@ from torch import Tensor
 
 from .kld import run_kl_divergence
 from .sampling import run_sample, run_truncation_threshold
-from .stability import DsdeRule, StabilityState, run_stability_update, speculation_lengths_torch
-from .verify import run_dsde_step, run_verify
+from .stability import DsdeRule, StabilityState, run_speculation_lengths, run_stability_update
+from .verify import Inputs, Verification, run_dsde_step, run_verify
+
+_INPUTS = (
+    "Tensor target_logits, Tensor? draft_logits, Tensor draft_tokens, Tensor cu_draft, Tensor temperature, "
+    "Tensor seed, Tensor step, int max_draft, Tensor? target_threshold, Tensor? draft_threshold"
+)
+_STATE = "Tensor(a!) table, Tensor weights, Tensor slots"
+_VERIFICATION = ", ".join(["Tensor"] * len(Verification._fields))
 
 
-def _register(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable:
-    """Decorator: register a function under its name, with an implementation for tensors without data."""
-
-    def register(function: Callable) -> Callable:
-        op = torch.library.custom_op(f"dsde_kernels::{function.__name__}", function, mutates_args=mutates)
-        op.register_fake(fake)
-        return function
-
-    return register
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register `run` as an op, and `fake` for tensors without data."""
+    changes = {"table"} if "(a!)" in schema else set()
+    torch.library.custom_op(f"dsde_kernels::{name}", run, mutates_args=changes, schema=schema).register_fake(fake)
+    return run
 
 
 def _rows(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-@_register(_rows)
-def kl_divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Tensor | None) -> Tensor:
-    return run_kl_divergence(target_logits, draft_logits, temperature)
+def _lengths(*arguments: Any) -> tuple[Tensor, Tensor]:
+    table, _, slots, *_ = arguments
+    return slots.new_empty(slots.shape, dtype=torch.int32), table.new_empty(())
 
 
-@_register(_rows)
-def truncation_threshold(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
-    return run_truncation_threshold(logits, temperature, top_k, top_p, min_p)
+def _update(table: Tensor, weights: Tensor, slots: Tensor, *rest: Any) -> Tensor:
+    kld, cu_draft, num_accepted, rule, temperature, ok = rest
+    arguments = (kld, cu_draft, num_accepted, DsdeRule.from_numbers(rule), temperature, ok)
+    return run_stability_update(StabilityState.of(table, weights), slots, *arguments)
 
 
-@_register(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
-def sample(
-    logits: Tensor, temperature: Tensor, seed: Tensor, step: Tensor, offset: Tensor, threshold: Tensor | None
-) -> Tensor:
-    return run_sample(logits, temperature, seed, step, offset, threshold)
+def _next(table: Tensor, weights: Tensor, slots: Tensor, rule: list[float], proposed: Tensor | None) -> Any:
+    return run_speculation_lengths(StabilityState.of(table, weights), slots, DsdeRule.from_numbers(rule), proposed)
 
 
-@_register(lambda table, weights, slots, *_: slots.new_empty(slots.shape, dtype=torch.bool), mutates=("table",))
-def stability_update(
-    table: Tensor,
-    weights: Tensor,
-    slots: Tensor,
-    kld: Tensor,
-    cu_draft: Tensor,
-    num_accepted: Tensor,
-    rule: Sequence[float],
-    temperature: Tensor | None,
-    ok: Tensor | None,
-) -> Tensor:
-    state = StabilityState.of(table, weights)
-    return run_stability_update(state, slots, kld, cu_draft, num_accepted, DsdeRule.from_numbers(rule), temperature, ok)
+def _step(*arguments: Any) -> Any:
+    *inputs, table, weights, slots, rule = arguments
+    return run_dsde_step(Inputs(*inputs), StabilityState.of(table, weights), slots, DsdeRule.from_numbers(rule))
 
 
-def _fake_lengths(table: Tensor, weights: Tensor, slots: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return slots.new_empty(slots.shape, dtype=torch.int32), slots.new_empty((), dtype=torch.float32)
-
-
-@_register(_fake_lengths)
-def speculation_lengths(
-    table: Tensor, weights: Tensor, slots: Tensor, rule: Sequence[float], proposed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return speculation_lengths_torch(StabilityState.of(table, weights), slots, DsdeRule.from_numbers(rule), proposed)
-
-
-def _fake_verification(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    *_: object,
-) -> tuple[Tensor, ...]:
-    (drafts,), (sequences,) = draft_tokens.shape, temperature.shape
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return target_logits.new_empty(shape, dtype=dtype)
-
-    return (
-        empty(sequences, max_draft + 1, dtype=torch.int64),
-        empty(sequences, dtype=torch.int32),
-        empty(drafts),
-        empty(drafts),
-        empty(sequences, max_draft + 1),
-        empty(sequences, dtype=torch.bool),
-    )
-
-
-@_register(_fake_verification)
-def verify(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    return run_verify(*arguments, target_threshold, draft_threshold)
-
-
-def _fake_step(*arguments: Any) -> tuple[Tensor, ...]:
-    return *_fake_verification(*arguments), *_fake_lengths(*arguments[-4:])
-
-
-@_register(_fake_step, mutates=("table",))
-def dsde_step(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-    table: Tensor,
-    weights: Tensor,
-    slots: Tensor,
-    rule: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    state = StabilityState.of(table, weights)
-    return run_dsde_step(*arguments, target_threshold, draft_threshold, state, slots, DsdeRule.from_numbers(rule))
+kl_divergence = _register(
+    "kl_divergence",
+    "(Tensor target_logits, Tensor draft_logits, Tensor? temperature) -> Tensor",
+    run_kl_divergence,
+    _rows,
+)
+truncation_threshold = _register(
+    "truncation_threshold",
+    "(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> Tensor",
+    run_truncation_threshold,
+    _rows,
+)
+sample = _register(
+    "sample",
+    "(Tensor logits, Tensor temperature, Tensor seed, Tensor step, Tensor offset, Tensor? threshold) -> Tensor",
+    run_sample,
+    lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
+)
+stability_update = _register(
+    "stability_update",
+    f"({_STATE}, Tensor kld, Tensor cu_draft, Tensor num_accepted, float[] rule, Tensor? temperature, Tensor? ok)"
+    " -> Tensor",
+    _update,
+    lambda *x: x[2].new_empty(x[2].shape, dtype=torch.bool),  # as slots
+)
+speculation_lengths = _register(
+    "speculation_lengths",
+    "(Tensor table, Tensor weights, Tensor slots, float[] rule, Tensor? proposed) -> (Tensor, Tensor)",
+    _next,
+    _lengths,
+)
+verify = _register(
+    "verify",
+    f"({_INPUTS}) -> ({_VERIFICATION})",
+    lambda *x: tuple(run_verify(Inputs(*x))),
+    lambda *x: tuple(Verification.empty(Inputs(*x))),
+)
+dsde_step = _register(
+    "dsde_step",
+    f"({_INPUTS}, {_STATE}, float[] rule) -> ({_VERIFICATION}, Tensor, Tensor)",
+    lambda *x: tuple(_step(*x)),
+    lambda *x: (*Verification.empty(Inputs(*x[:-4])), *_lengths(*x[-4:])),
+)

@@ -3,6 +3,8 @@
 # mypy: allow-incomplete-defs
 # ruff: noqa: ANN201, ANN202  (jit functions have neither return types nor short-circuits)
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -12,10 +14,10 @@ DRAFT = tl.constexpr(rng.DRAFT)
 ACCEPT = tl.constexpr(rng.ACCEPT)
 RESAMPLE = tl.constexpr(rng.RESAMPLE)
 
-_M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-_W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
-_LARGEST = tl.constexpr(1 - 2.0**-24)
-_LOG2E = tl.constexpr(1.4426950408889634)
+_M0, _M1 = tl.constexpr(rng._M0), tl.constexpr(rng._M1)
+_W0, _W1 = tl.constexpr(rng._W0), tl.constexpr(rng._W1)
+_LARGEST = tl.constexpr(rng._LARGEST)
+_LOG2E = tl.constexpr(1 / math.log(2))
 
 
 @triton.jit
@@ -87,7 +89,8 @@ def log2_scale(temperature):
 def last_to_arrive(counter, expected):
     """Take a ticket; True for the last of `expected` programs, which then sees what all of them stored before.
 
-    The last one puts the counter back to zero.
+    The last one puts the counter back to zero. What the others are to see must be stored as scalars: the thread that
+    stores those takes the ticket, and its release covers no other wavefront's stores on AMD.
     """
     tl.debug_barrier()  # the stores of all threads come before the ticket of one
     last = tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1

@@ -6,7 +6,7 @@ and cannot win.
 
 Edge rules
 * Temperature 0 takes the argmax of the raw logits, lowest id on ties, whatever the threshold; it draws no number.
-* A row with NaN, +inf or no finite logit gives token -1; other rows are untouched.
+* A row with NaN, +inf or no finite logit, or none above its threshold, gives token -1; other rows are untouched.
 * Tokens that tie with the truncation threshold are all kept.
 """
 
@@ -33,10 +33,12 @@ def sample_torch(
     rows = temperature.nonzero()[:, 0]
     if rows.shape[0]:
         p = log_softmax(logits[rows], temperature[rows], None if threshold is None else threshold[rows]).exp_()
+        finite[rows] &= p[:, 0] == p[:, 0]
         tokens[rows] = race_torch(p, seed[rows], step[rows], offset[rows], rng.DRAFT)
     return tokens.masked_fill_(~finite, -1)
 
 
+@torch.no_grad()
 def sample(
     logits: Tensor, temperature: Tensor, seed: Tensor, step: Tensor, offset: Tensor, threshold: Tensor | None = None
 ) -> Tensor:
@@ -110,6 +112,7 @@ def truncation_threshold_torch(
     return threshold.masked_fill_(greedy | (kept == vocabulary), -torch.inf)
 
 
+@torch.no_grad()
 def truncation_threshold(
     logits: Tensor,
     temperature: Tensor,

@@ -21,6 +21,7 @@ and SL_hat already follows the rule. The cap limits the batch's stragglers:
 
 Edge rules
 * WVIR is 0 with fewer than two values and 20 where the long variance is below 1e-6.
+* A KLD above 1e15 counts as 1e15, so that its square is finite.
 * A step without drafts, with a KLD that is not finite, or of a sequence that failed (`ok`) changes nothing in the slot.
 * Nobody past calibration drafted: SL_cap = +inf and nothing is capped.
 * Both roundings go to the nearest integer, halves up.
@@ -34,16 +35,16 @@ import torch
 from torch import Tensor
 
 from .backend import traced, use_triton
-from .checks import check_device, check_vector
+from .checks import check_device, check_ragged, check_range, check_tensor, check_vector
+from .kld import FARTHEST
 
 _CAPS = ("nearest", "floor", "ceil", None)
 _EPS = 1e-6
 _FLAT = 1e-6  # a long variance below this is no yardstick ...
 _FLAT_WVIR = 20.0  # ... and counts as maximal instability
 
-# A slot's row after the KLD history: float32 numbers, then int32 numbers in the same kind of four bytes.
-_FLOATS = ("kld_sum", "kld_max", "mean_kld", "wvir")
-_INTEGERS = ("drafted", "most_accepted", "sl", "sl_max")
+# A slot's row after the KLD history: four float32 numbers, then four int32 numbers in the same kind of four bytes.
+NUMBERS = ("kld_sum", "kld_max", "mean_kld", "wvir", "drafted", "most_accepted", "sl", "sl_max")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class DsdeRule:
     divide_by_temperature: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kind = type(getattr(DsdeRule, name))  # of the default
+            fine = type(value) is kind or (kind is float and type(value) is int)
+            if name != "cap" and not (fine and abs(value) < 2**31):
+                raise ValueError(f"{name} must be {kind.__name__}, and of ordinary size; got {value!r}")
         checks = (
             ("alpha", self.alpha >= 0, "not negative"),
             ("decay", 0 < self.decay <= 1, "in (0, 1]"),
@@ -158,10 +164,12 @@ class StabilityState:
     """
 
     def __init__(self, capacity: int, rule: DsdeRule, device: torch.device | str = "cpu") -> None:
-        if capacity < 0:
-            raise ValueError(f"capacity must not be negative; got {capacity}")
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+            raise ValueError(f"capacity must be an int >= 0; got {capacity!r}")
+        if not isinstance(rule, DsdeRule):
+            raise ValueError(f"rule must be a DsdeRule; got {type(rule).__name__}")
         window = rule.long_window
-        start = torch.zeros(window + len(_FLOATS) + len(_INTEGERS))
+        start = torch.zeros(window + len(NUMBERS))
         start.view(torch.int32)[-2:] = torch.tensor([rule.sl_start, rule.sl_limit])
         self._start = start.to(device)
         age = torch.arange(window - 1, -1, -1)
@@ -171,9 +179,8 @@ class StabilityState:
 
     def _hold(self, table: Tensor, weights: Tensor) -> None:
         self.table, self.weights = table, weights
-        integers = table.view(torch.int32)
-        self.mean_kld, self.wvir = table[:, -6], table[:, -5]
-        self.drafted, self.sl, self.sl_max = integers[:, -4], integers[:, -2], integers[:, -1]
+        _, _, self.mean_kld, self.wvir = table[:, -8:-4].unbind(-1)
+        self.drafted, _, self.sl, self.sl_max = table.view(torch.int32)[:, -4:].unbind(-1)
 
     @classmethod
     def of(cls, table: Tensor, weights: Tensor) -> "StabilityState":
@@ -184,8 +191,8 @@ class StabilityState:
 
     def reset(self, slots: Tensor) -> None:
         """Set `slots` ([n] int64 or int32) to the start of a request."""
-        check_vector("slots", slots, slots.numel(), self.table.device, integer=True)
-        self.table[slots] = self._start
+        check_slots(self, slots)
+        self.table[slots.long()] = self._start
 
 
 def _weighted_variances(history: Tensor, count: Tensor, weights: Tensor) -> Tensor:
@@ -213,11 +220,13 @@ def stability_update_torch(
     first, k = cu_draft[:-1, None], cu_draft[1:] - cu_draft[:-1]
     column = torch.arange(int(k.max()), device=k.device)
     new = kld[(first + column).clamp_(max=drafts - 1)].masked_fill_(column >= k[:, None], 0.0)  # [B, most k]
+    proposed = (k > 0) & (new < torch.inf).all(-1)  # NaN is not below infinity either
+    new.clamp_(max=FARTHEST)
     total = new.cumsum(-1)[:, -1]  # in order: the rounding of a sum would depend on the width, so on the batch
-    proposed = (k > 0) & (total < torch.inf)  # NaN is not below infinity either
     if ok is not None:
         proposed &= ok
 
+    slots = slots.long()
     before = state.table.index_select(0, slots)
     kld_sum, kld_max, *_ = before[:, window:].unbind(-1)
     *_, count, most_accepted, sl, sl_max = before.view(torch.int32)[:, window:].unbind(-1)
@@ -276,11 +285,31 @@ def speculation_lengths_torch(
     return torch.where(past, sl.minimum(cap), sl).int(), cap
 
 
-def _check(state: StabilityState, slots: Tensor) -> None:
-    device = state.table.device
-    check_vector("slots", slots, slots.numel(), device, integer=True)
+def check_state(state: StabilityState, slots: Tensor, rule: DsdeRule, sequences: int | None = None) -> None:
+    """Raise ValueError unless `state` fits `rule` and `slots` are places in it, one for each of `sequences`."""
+    if not isinstance(rule, DsdeRule):
+        raise ValueError(f"rule must be a DsdeRule; got {type(rule).__name__}")
+    if not isinstance(state, StabilityState):
+        raise ValueError(f"state must be a StabilityState; got {type(state).__name__}")
+    width = state.table.shape[1]
+    if width != rule.long_window + len(NUMBERS):
+        raise ValueError(
+            f"state must be built for the rule's long_window of {rule.long_window}; got one for {width - len(NUMBERS)}"
+        )
+    check_slots(state, slots, sequences)
 
 
+def check_slots(state: StabilityState, slots: Tensor, sequences: int | None = None) -> None:
+    """Raise ValueError unless `slots` are different places of `state`, one for each of `sequences`."""
+    check_tensor("slots", slots)
+    check_vector("slots", slots, slots.numel() if sequences is None else sequences, state.table.device, integer=True)
+    if slots.device.type == "cpu":
+        places, capacity = slots.tolist(), state.table.shape[0]
+        if len(set(places)) < len(places) or any(not 0 <= x < capacity for x in places):
+            raise ValueError(f"slots must differ and lie in [0, {capacity}); got {places}")
+
+
+@torch.no_grad()
 def stability_update(
     state: StabilityState,
     slots: Tensor,
@@ -337,14 +366,19 @@ def run_stability_update(
     temperature: Tensor | None,
     ok: Tensor | None,
 ) -> Tensor:
-    _check(state, slots)
+    check_state(state, slots, rule)
     rows, device = slots.shape[0], state.table.device
+    check_tensor("kld", kld)
     check_vector("kld", kld, kld.numel(), device, integer=False)
     check_vector("cu_draft", cu_draft, rows + 1, device, integer=True)
     check_vector("num_accepted", num_accepted, rows, device, integer=True)
+    check_ragged(cu_draft, kld.numel())
+    check_range("num_accepted", num_accepted, 0, kld.numel())
     if temperature is not None:
         check_vector("temperature", temperature, rows, device, integer=False)
+        check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
     if ok is not None:
+        check_tensor("ok", ok)
         check_device("ok", ok, device)
         if ok.dtype != torch.bool or ok.shape != (rows,):
             raise ValueError(f"ok must be bool of shape [{rows}]; got {ok.dtype} of shape {list(ok.shape)}")
@@ -355,6 +389,7 @@ def run_stability_update(
     return stability_update_torch(state, slots, kld, cu_draft, num_accepted, rule, temperature, ok)
 
 
+@torch.no_grad()
 def speculation_lengths(
     state: StabilityState, slots: Tensor, rule: DsdeRule, proposed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -382,8 +417,15 @@ def speculation_lengths(
     """
     if traced(slots):
         return torch.ops.dsde_kernels.speculation_lengths(state.table, state.weights, slots, rule.numbers(), proposed)
-    _check(state, slots)
+    return run_speculation_lengths(state, slots, rule, proposed)
+
+
+def run_speculation_lengths(
+    state: StabilityState, slots: Tensor, rule: DsdeRule, proposed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    check_state(state, slots, rule)
     if proposed is not None:
+        check_tensor("proposed", proposed)
         check_device("proposed", proposed, slots.device)
         if proposed.dtype != torch.bool or proposed.shape != slots.shape:
             raise ValueError(

@@ -23,6 +23,7 @@ from .kld_kernel import INF, total
 from .rng_kernel import log2_scale, row_at
 
 _SIGN = tl.constexpr(0x80000000)
+_ALL = tl.constexpr(0xFFFFFFFF)
 _PASSES = {torch.float32: 16, torch.float16: 10, torch.bfloat16: 8}
 
 
@@ -30,7 +31,7 @@ _PASSES = {torch.float32: 16, torch.float16: 10, torch.bfloat16: 8}
 def _pattern(x):
     """The uint32 that orders as x does; -0 and 0 are one."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(bits >= _SIGN, ~bits, bits | _SIGN)
+    return tl.where(bits >= _SIGN, bits ^ _ALL, bits | _SIGN)
 
 
 @triton.jit
@@ -123,12 +124,13 @@ def truncation_threshold_triton(
     (rows, vocabulary), device = logits.shape, logits.device
     out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        threshold_kernel[(rows,)](
-            logits, logits.stride(0),
-            temperature.contiguous(),
-            *(None if x is None else x.contiguous() for x in (top_k, top_p, min_p)),
-            out, vocabulary,
-            _PASSES[logits.dtype], launch.SEARCH_TILE,
-            num_warps=launch.SEARCH_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            threshold_kernel[(rows,)](
+                logits, logits.stride(0),
+                temperature.contiguous(),
+                *(None if x is None else x.contiguous() for x in (top_k, top_p, min_p)),
+                out, vocabulary,
+                _PASSES[logits.dtype], launch.SEARCH_TILE,
+                num_warps=launch.SEARCH_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
     return out

@@ -9,9 +9,6 @@ With p the target and q the draft distribution at a position, both after tempera
 
 which leaves every emitted token distributed as p. KLD (see kld.py) is taken at every drafted position.
 
-The twin sweeps the N pairs of rows once for KLD, p(x) and q(x) (once more if truncation is on), then one target row
-and, after a rejection, one draft row a sequence. It holds at most two float32 matrices of N rows.
-
 Edge rules
 * Temperature 0: passes iff x is the target's argmax, lowest id on ties; no number is drawn; KLD and log-probabilities
   are taken at temperature 1 and without truncation.
@@ -27,21 +24,55 @@ Edge rules
   KLD NaN.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rng
 from .backend import traced, use_triton
-from .checks import check_device, check_logits, check_range, check_vector
-from .kld import LOG_FLOOR, kl_from_log_probs_torch
-from .rows import argmax, log_softmax
-from .sampling import race_torch
-from .stability import DsdeRule, StabilityState, speculation_lengths_torch, stability_update_torch
+from .checks import check_device, check_logits, check_ragged, check_range, check_tensor, check_vector
+from .stability import DsdeRule, StabilityState, check_state
 
-_EMPTY = 1e-30  # p = q leaves exactly 0, both come from the same operations; nothing this small is worth drawing from
+EMPTY = 1e-30  # p = q leaves exactly 0, both come from the same operations; nothing this small is worth drawing from
+
+
+class Inputs(NamedTuple):
+    """The arguments that `verify` and `dsde_step` share; `verify` documents them."""
+
+    target_logits: Tensor
+    draft_logits: Tensor | None
+    draft_tokens: Tensor
+    cu_draft: Tensor
+    temperature: Tensor
+    seed: Tensor
+    step: Tensor
+    max_draft: int
+    target_threshold: Tensor | None
+    draft_threshold: Tensor | None
+
+    def check(self) -> None:
+        """Raise ValueError naming the argument that does not fit."""
+        check_tensor("target_logits", self.target_logits)
+        check_tensor("draft_tokens", self.draft_tokens)
+        check_tensor("temperature", self.temperature)
+        if isinstance(self.max_draft, bool) or not isinstance(self.max_draft, int) or self.max_draft < 0:
+            raise ValueError(f"max_draft must be an int >= 0; got {self.max_draft!r}")
+        device, drafts = self.target_logits.device, self.draft_tokens.numel()
+        check_vector("draft_tokens", self.draft_tokens, drafts, device, integer=True)
+        sequences = self.temperature.numel()
+        check_vector("temperature", self.temperature, sequences, device, integer=False)
+        check_vector("cu_draft", self.cu_draft, sequences + 1, device, integer=True)
+        check_vector("seed", self.seed, sequences, device, integer=True)
+        check_vector("step", self.step, sequences, device, integer=True)
+        check_logits("target_logits", self.target_logits, drafts + sequences)
+        if self.draft_logits is not None:
+            check_logits("draft_logits", self.draft_logits, drafts, device)
+        if self.target_threshold is not None:
+            check_vector("target_threshold", self.target_threshold, drafts + sequences, device, integer=False)
+        if self.draft_threshold is not None:
+            check_vector("draft_threshold", self.draft_threshold, drafts, device, integer=False)
+        check_range("temperature", self.temperature, 0.0, torch.finfo(torch.float32).max)
+        check_ragged(self.cu_draft, drafts, self.max_draft)
 
 
 class Verification(NamedTuple):
@@ -70,6 +101,23 @@ class Verification(NamedTuple):
     logprobs: Tensor
     ok: Tensor
 
+    @classmethod
+    def empty(cls, x: Inputs) -> "Verification":
+        """Uninitialised results for `x`."""
+        (drafts,), (sequences,) = x.draft_tokens.shape, x.temperature.shape
+
+        def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=x.target_logits.device)
+
+        return cls(
+            tokens=make(sequences, x.max_draft + 1, dtype=torch.int64),
+            num_accepted=make(sequences, dtype=torch.int32),
+            kld=make(drafts),
+            accept_prob=make(drafts),
+            logprobs=make(sequences, x.max_draft + 1),
+            ok=make(sequences, dtype=torch.bool),
+        )
+
 
 class StepResult(NamedTuple):
     """`Verification`, then what DSDE makes of it.
@@ -92,168 +140,7 @@ class StepResult(NamedTuple):
     sl_cap: Tensor
 
 
-def verify_torch(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-) -> Verification:
-    drafts, vocabulary = draft_tokens.shape[0], target_logits.shape[1]
-    device = target_logits.device
-    cu = cu_draft.long()
-    first, k = cu[:-1], cu[1:] - cu[:-1]
-    index = torch.arange(drafts + 1, device=device)
-    owner = torch.bucketize(index[:-1], cu[1:], right=True)  # the sequence of each draft
-    draft_rows = index[:-1] + owner
-    bonus_rows = cu[1:] + torch.arange(k.shape[0], device=device)
-
-    sampled = bool(temperature.any())
-    greedy = temperature == 0
-    row_temperature = temperature.masked_fill(greedy, 1.0) if sampled else None
-    if not sampled:
-        target_threshold = draft_threshold = None
-    if target_threshold is not None:
-        target_threshold = target_threshold.clone()
-        target_threshold[draft_rows[greedy[owner]]] = -torch.inf
-        target_threshold[bonus_rows[greedy]] = -torch.inf
-
-    # One sweep over the drafted rows. A broken target row shows as log p = NaN at its argmax.
-    kld, log_p, log_q = _score(
-        target_logits.index_select(0, draft_rows),
-        None if draft_logits is None else draft_logits[:, :vocabulary],
-        draft_tokens.clamp(0, vocabulary - 1),
-        None if row_temperature is None else row_temperature[owner],
-        None if target_threshold is None else target_threshold[draft_rows],
-        draft_threshold,
-    )
-    unknown = (draft_tokens < 0) | (draft_tokens >= vocabulary)
-    if draft_logits is None:
-        kld.masked_fill_(unknown, -LOG_FLOOR)
-    top = argmax(target_logits)
-    is_top = draft_tokens == top[draft_rows]
-    passes, accept_prob = is_top & (log_p == log_p), is_top.float()
-    if sampled:
-        ratio = (log_p - log_q).exp_().clamp_(max=1.0).nan_to_num_(nan=0.0).masked_fill_(unknown, 0.0)
-        u = rng.uniform_torch(seed[owner], step[owner], index[:-1] - first[owner], rng.ACCEPT, 1)[:, 0]
-        passes = torch.where(greedy[owner], passes, (u < ratio) & (kld == kld))
-        accept_prob = torch.where(greedy[owner], accept_prob, ratio)
-
-    # One row a sequence.
-    column = torch.arange(max_draft + 1, device=device)
-    position = (first[:, None] + column).clamp_(max=max(drafts - 1, 0))
-
-    def spread(x: Tensor) -> Tensor:
-        return x.take(position) if drafts else x.new_zeros(position.shape)
-
-    num_accepted = (spread(passes) & (column < k[:, None])).cumprod(1).sum(1)
-
-    # One more token a sequence: from the row after its last accepted draft.
-    final = bonus_rows - k + num_accepted
-    log_p_final = log_softmax(
-        target_logits.index_select(0, final),
-        row_temperature,
-        None if target_threshold is None else target_threshold[final],
-    )
-    token, ok = top[final], None
-    if sampled:
-        rows = temperature.nonzero()[:, 0]
-        weights = log_p_final[rows].exp_()
-        if drafts:
-            stopped = (first + num_accepted)[rows].clamp_(max=drafts - 1)  # the draft that failed, if one did
-            rejected = (num_accepted < k)[rows] & ~unknown[stopped]
-            if draft_logits is None:
-                q = None
-            else:
-                threshold = None if draft_threshold is None else draft_threshold[stopped]
-                q = log_softmax(draft_logits[stopped, :vocabulary], temperature[rows], threshold).exp_()
-                ok = torch.ones_like(greedy)
-                ok[rows] = ~(rejected & kld[stopped].isnan())
-            weights = _residual(weights, q, draft_tokens[stopped].clamp_(0, vocabulary - 1), rejected)
-        token[rows] = race_torch(weights, seed[rows], step[rows], num_accepted[rows], rng.RESAMPLE)
-    logprob = log_p_final.gather(1, token[:, None])[:, 0]
-    ok = logprob == logprob if ok is None else ok & (logprob == logprob)
-
-    tokens, logprobs = spread(draft_tokens), spread(log_p)
-    at, beyond = column == num_accepted[:, None], column > num_accepted[:, None]
-    broken = ~ok
-    return Verification(
-        tokens=torch.where(at, token.masked_fill_(broken, -1)[:, None], tokens).masked_fill_(beyond, -1),
-        num_accepted=num_accepted.int(),
-        kld=kld,
-        accept_prob=accept_prob,
-        logprobs=torch.where(at, logprob.masked_fill_(broken, 0.0)[:, None], logprobs).masked_fill_(beyond, 0.0),
-        ok=ok,
-    )
-
-
-def _score(
-    target: Tensor,
-    draft: Tensor | None,
-    tokens: Tensor,
-    temperature: Tensor | None,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """KLD, log p(x) and log q(x) of each drafted row; p and q after truncation, KLD before it.
-
-    At most two matrices of N rows live at a time, `target` (a copy) among them.
-    """
-    log_p = log_q = None
-    if target_threshold is not None:
-        log_p = _gather(log_softmax(target, temperature, target_threshold), tokens)
-    if draft is not None and draft_threshold is not None:
-        log_q = _gather(log_softmax(draft, temperature, draft_threshold), tokens)
-    target_log_probs = log_softmax(target, temperature)
-    del target
-    untruncated = _gather(target_log_probs, tokens)
-    if draft is None:
-        kld = -untruncated.masked_fill(untruncated == -torch.inf, LOG_FLOOR)
-        log_q = torch.zeros_like(kld)
-    else:
-        draft_log_probs = log_softmax(draft, temperature)
-        log_q = _gather(draft_log_probs, tokens) if log_q is None else log_q
-        kld = kl_from_log_probs_torch(target_log_probs, draft_log_probs)
-    return kld, untruncated if log_p is None else log_p, log_q
-
-
-def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Entry `ids` >= 0 of each row, -inf where there is no such column."""
-    width = log_probs.shape[1]
-    values = log_probs.gather(1, ids.clamp(max=width - 1)[:, None])[:, 0]
-    return values.masked_fill_(ids >= width, -torch.inf)
-
-
-def _residual(p: Tensor, q: Tensor | None, ids: Tensor, rejected: Tensor) -> Tensor:
-    """max(p - q, 0) where a draft was rejected and something is left of it, else p. None: q is 1 at `ids`."""
-    residual = p.clone()
-    if q is None:
-        residual.scatter_(1, ids[:, None], 0.0)
-    else:
-        residual[:, : q.shape[1]].sub_(q).clamp_(min=0.0)
-    use = rejected & (residual.amax(-1) > _EMPTY)
-    return torch.where(use[:, None], residual, p)
-
-
-def dsde_step_torch(
-    verification: Verification,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    state: StabilityState,
-    slots: Tensor,
-    rule: DsdeRule,
-) -> StepResult:
-    proposed = stability_update_torch(
-        state, slots, verification.kld, cu_draft, verification.num_accepted, rule, temperature, verification.ok
-    )
-    return StepResult(*verification, *speculation_lengths_torch(state, slots, rule, proposed))
-
-
+@torch.no_grad()
 def verify(
     target_logits: Tensor,
     draft_logits: Tensor | None,
@@ -314,33 +201,25 @@ def verify(
     >>> out.tokens.tolist(), out.num_accepted.tolist()
     ([[1, 2, -1], [2, -1, -1]], [1, 0])
     """
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    if traced(target_logits):
-        return Verification(*torch.ops.dsde_kernels.verify(*arguments, target_threshold, draft_threshold))
-    return run_verify(*arguments, target_threshold, draft_threshold)
+    x = Inputs(
+        target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft, target_threshold,
+        draft_threshold,
+    )  # fmt: skip
+    return Verification(*torch.ops.dsde_kernels.verify(*x)) if traced(target_logits) else run_verify(x)
 
 
-def run_verify(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-) -> Verification:
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    _check(*arguments, target_threshold, draft_threshold)
-    if use_triton(target_logits.device):
+def run_verify(x: Inputs) -> Verification:
+    x.check()
+    if use_triton(x.target_logits.device):
         from .verify_kernel import verify_triton
 
-        return verify_triton(*arguments, target_threshold, draft_threshold)
-    return verify_torch(*arguments, target_threshold, draft_threshold)
+        return verify_triton(x)
+    from .verify_torch import verify_torch
+
+    return verify_torch(x)
 
 
+@torch.no_grad()
 def dsde_step(
     target_logits: Tensor,
     draft_logits: Tensor | None,
@@ -374,73 +253,24 @@ def dsde_step(
     -------
     StepResult
     """
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    thresholds = (target_threshold, draft_threshold)
+    x = Inputs(
+        target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft, target_threshold,
+        draft_threshold,
+    )  # fmt: skip
     if traced(target_logits):
         parts = (state.table, state.weights, slots, rule.numbers())
-        return StepResult(*torch.ops.dsde_kernels.dsde_step(*arguments, *thresholds, *parts))
-    return run_dsde_step(*arguments, *thresholds, state, slots, rule)
+        return StepResult(*torch.ops.dsde_kernels.dsde_step(*x, *parts))
+    return run_dsde_step(x, state, slots, rule)
 
 
-def run_dsde_step(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-    state: StabilityState,
-    slots: Tensor,
-    rule: DsdeRule,
-) -> StepResult:
-    arguments = (target_logits, draft_logits, draft_tokens, cu_draft, temperature, seed, step, max_draft)
-    _check(*arguments, target_threshold, draft_threshold)
-    check_vector("slots", slots, cu_draft.shape[0] - 1, target_logits.device, integer=True)
-    check_device("state", state.table, target_logits.device)
-    if use_triton(target_logits.device):
+def run_dsde_step(x: Inputs, state: StabilityState, slots: Tensor, rule: DsdeRule) -> StepResult:
+    x.check()
+    check_state(state, slots, rule, x.temperature.shape[0])
+    check_device("state", state.table, x.target_logits.device)
+    if use_triton(x.target_logits.device):
         from .verify_kernel import dsde_step_triton
 
-        return dsde_step_triton(*arguments, target_threshold, draft_threshold, state, slots, rule)
-    verification = verify_torch(*arguments, target_threshold, draft_threshold)
-    return dsde_step_torch(verification, cu_draft, temperature, state, slots, rule)
+        return dsde_step_triton(x, state, slots, rule)
+    from .verify_torch import dsde_step_torch
 
-
-def _check(
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    draft_tokens: Tensor,
-    cu_draft: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    step: Tensor,
-    max_draft: int,
-    target_threshold: Tensor | None,
-    draft_threshold: Tensor | None,
-) -> None:
-    device, drafts = target_logits.device, draft_tokens.numel()
-    check_vector("draft_tokens", draft_tokens, drafts, device, integer=True)
-    sequences = temperature.numel()
-    check_vector("temperature", temperature, sequences, device, integer=False)
-    check_vector("cu_draft", cu_draft, sequences + 1, device, integer=True)
-    check_vector("seed", seed, sequences, device, integer=True)
-    check_vector("step", step, sequences, device, integer=True)
-    check_logits("target_logits", target_logits, drafts + sequences)
-    if draft_logits is not None:
-        check_logits("draft_logits", draft_logits, drafts, device)
-    if target_threshold is not None:
-        check_vector("target_threshold", target_threshold, drafts + sequences, device, integer=False)
-    if draft_threshold is not None:
-        check_vector("draft_threshold", draft_threshold, drafts, device, integer=False)
-    check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
-    if cu_draft.device.type == "cpu":
-        cu = cu_draft.tolist()
-        lengths = [b - a for a, b in pairwise(cu)]
-        if cu[0] != 0 or cu[-1] != drafts or min(lengths, default=0) < 0 or max(lengths, default=0) > max_draft:
-            raise ValueError(
-                f"cu_draft must rise from 0 to {drafts}, the number of draft tokens, in steps of at most "
-                f"max_draft = {max_draft}; got {cu}"
-            )
+    return dsde_step_torch(x, state, slots, rule)

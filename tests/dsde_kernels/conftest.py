@@ -44,4 +44,5 @@ def small_tiles(monkeypatch):
     """Two tiles of 32 logits a program, so that small vocabularies cross tiles and programs."""
     monkeypatch.setattr(launch, "TILE", 32)
     monkeypatch.setattr(launch, "TILES", 2)
+    monkeypatch.setattr(launch, "RACE_TILES", 1)
     monkeypatch.setattr(launch, "SEARCH_TILE", 32)

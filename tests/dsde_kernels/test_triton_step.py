@@ -14,6 +14,9 @@ INF = float("inf")
 
 pytestmark = pytest.mark.usefixtures("triton_backend", "small_tiles")
 
+# One launch, in which the program that decides draws as well, or a second one for the race, as for large vocabularies.
+in_both_forms = pytest.mark.parametrize("race_tiles", [100, 1], ids=["one launch", "two launches"])
+
 only_interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
 
 
@@ -53,8 +56,10 @@ def clear(arguments, out):
 CASES = ["plain", "draft narrower", "draft wider", "truncated", "deterministic", "deterministic truncated", "bfloat16"]
 
 
+@in_both_forms
 @pytest.mark.parametrize("case", CASES)
-def test_the_step_equals_the_twin(case):
+def test_the_step_equals_the_twin(case, race_tiles, monkeypatch):
+    monkeypatch.setattr(launch, "RACE_TILES", race_tiles)
     # Integers exactly, where the oracle finds no tie; floats to rounding. Two steps, so that the slots matter.
     rule = DsdeRule(calibration_tokens=4, long_window=6, short_window=3)
     state, twin = StabilityState(12, rule, torch.get_default_device()), None
@@ -91,7 +96,9 @@ def test_the_step_equals_the_twin(case):
         assert torch.equal(state.table.view(torch.int32)[:, -4:], twin.table.view(torch.int32)[:, -4:])
 
 
-def test_bit_identical_in_any_order_alone_and_twice():
+@in_both_forms
+def test_bit_identical_in_any_order_alone_and_twice(race_tiles, monkeypatch):
+    monkeypatch.setattr(launch, "RACE_TILES", race_tiles)
     lengths = [3, 0, 1, 2]
     arguments = batch(lengths, vocabulary=100)
     out = verify(**arguments)
@@ -133,14 +140,34 @@ def test_the_accumulated_kl_survives_a_rising_maximum():
 
 
 @only_interpreted
-def test_empty_residual_draws_from_the_target(monkeypatch):
+@in_both_forms
+def test_empty_residual_draws_from_the_target(race_tiles, monkeypatch):
+    monkeypatch.setattr(launch, "RACE_TILES", race_tiles)
     # p = q, but every draft is made to fail.
     monkeypatch.setattr("dsde_kernels.verify_kernel.uniform_first", lambda seed, step, j, stream: j * 0 + 1.0)
-    row = torch.tensor([0.3, -INF, 1.0, -2.0, -INF])
+    row = torch.cat((torch.tensor([0.3, -INF, 1.0, -2.0, -INF]), torch.full((40,), -INF), torch.tensor([0.5])))
     out = simple(row.repeat(24, 1), row.repeat(12, 1), [0] * 12, [1] * 12, 1.0)
     p = oracle.softmax(row)
     assert out.tokens[:, 0].tolist() == [oracle.race(p, seed, 0, 0, oracle.RESAMPLE) for seed in range(12)]
     assert out.ok.all()
+
+
+@in_both_forms
+def test_a_residual_far_behind_an_empty_stretch(race_tiles, monkeypatch):
+    """p = q over more than a part's share, so that its race is over p as long as nothing is left; then something is."""
+    monkeypatch.setattr(launch, "RACE_TILES", race_tiles)
+    trials = 12
+    target = torch.zeros(100).repeat(2 * trials, 1)
+    target[:, 90:95] = torch.tensor([0.0, 1.0, 2.0, 1.0, 3.0])
+    draft = torch.zeros(trials, 100)
+    draft[:, 99] = 3.0  # what it holds too much of
+    draft[:, 90:94] = target[0, 90:94]
+    out = simple(target, draft, [99] * trials, [1] * trials, 1.0)
+    with use_backend("torch"):
+        want = simple(target, draft, [99] * trials, [1] * trials, 1.0)
+    assert torch.equal(out.num_accepted, want.num_accepted) and (out.num_accepted == 0).sum() > 6
+    assert torch.equal(out.tokens, want.tokens)
+    assert (out.tokens[out.num_accepted == 0, 0] == 94).all()
 
 
 # Losslessness: V = 16, draft = -target, one seed a trial, 200 trials. False alarm: 1e-6 each.
@@ -182,11 +209,14 @@ def test_each_stream_and_the_emitted_token_have_their_distributions():
 
 
 @only_interpreted
+@pytest.mark.parametrize("race_tiles", [100, 4], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("rejects", [0, 2])
-def test_bytes_loaded_and_stored(rejects, monkeypatch):
+def test_bytes_loaded_and_stored(rejects, race_tiles, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    monkeypatch.setattr(launch, "TILE", 2048)
+    monkeypatch.setattr(launch, "TILE", 1024)
+    monkeypatch.setattr(launch, "TILES", 4)
+    monkeypatch.setattr(launch, "RACE_TILES", race_tiles)
     lengths, vocabulary = [4, 4], 20_000
     arguments = batch(lengths, vocabulary, temperature=(1.0,))
     rows = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8])
