@@ -17,6 +17,7 @@ def reference(target, draft, temperature=1.0):
             for t, d, s in zip(target, draft, temperatures, strict=True)
         ],
         dtype=torch.float64,
+        device="cpu",
     )
 
 
@@ -35,11 +36,15 @@ def test_as_exact_as_eager(dtype, vocabulary, device):
     assert error <= 2 * (eager(target, draft).cpu().double() - want).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("temperature", [0.5, torch.tensor([0.2, 1.0, 3.0, 0.0])])
+@pytest.mark.parametrize("temperature", [0.5, [0.2, 1.0, 3.0, 0.0]])
 def test_temperature_applies_to_both_sides_and_zero_counts_as_one(temperature):
+    temperature = temperature if isinstance(temperature, float) else torch.tensor(temperature)
     target, draft = torch.randn(4, 50), torch.randn(4, 50)
     torch.testing.assert_close(
-        kl_divergence(target, draft, temperature).double(), reference(target, draft, temperature), rtol=1e-5, atol=1e-6
+        kl_divergence(target, draft, temperature).cpu().double(),
+        reference(target, draft, temperature),
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert torch.equal(kl_divergence(target, draft, 0.0), kl_divergence(target, draft))
 
@@ -129,3 +134,46 @@ def test_no_rows(device):
 def test_refuses(name, arguments):
     with pytest.raises(ValueError, match=name):
         kl_divergence(*arguments)
+
+
+# Masks of large finite numbers
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [(-1e30, torch.bfloat16), (torch.finfo(torch.float32).min, torch.float32)],
+    ids=["-1e30", "lowest"],
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_finite_masks_of_the_draft_count_as_1e_minus_8(mask, temperature, dtype):
+    # Before and behind the draft's maximum, in whole tiles, and in all of them but one; the last row masks the target.
+    target, draft = torch.randn(6, 200), torch.randn(6, 200)
+    draft[:, 100] = 6.0
+    target, draft = target.to(dtype), draft.to(dtype)
+    mask = torch.tensor(mask, dtype=dtype).item()
+    for row, columns in enumerate((slice(0, 100), slice(101, 200), slice(0, 200, 2), slice(32, 96), slice(128, 192))):
+        keeps_the_maximum = draft[row, 100].item()
+        draft[row, columns] = mask
+        draft[row, 100] = keeps_the_maximum
+    target[5, :96] = mask
+    got = kl_divergence(target, draft, temperature)
+    torch.testing.assert_close(got.cpu().double(), reference(target, draft, temperature), rtol=1e-5, atol=1e-5)
+    draft = draft.masked_fill(draft == mask, -INF)
+    torch.testing.assert_close(got, kl_divergence(target, draft, temperature), rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_probability_counts_down_to_exp_minus_1e15():
+    # p = 1/4 each and q = 1/3 of three: the rest is a quarter of the fourth's distance.
+    logits = torch.zeros(4, 4)
+    logits[:, 3] = torch.tensor([-1e3, -1e14, -1e16, -3e38])
+    rest = 0.75 * math.log(3) - math.log(4)
+    want = torch.tensor([250.0 + 0.25 * math.log(3) + rest, 2.5e13] + [rest - 0.25 * math.log(1e-8)] * 2)
+    torch.testing.assert_close(kl_divergence(torch.zeros(4, 4), logits), want, rtol=1e-5, atol=1e-6)
+    got = kl_divergence(torch.zeros(4, 4), logits.flip(1))  # behind it
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_floor_of_q_does_not_make_it_negative():
+    # p = e^-22 where q = 1e-8: alone, that column would add e^-22 (-22 + 18.4).
+    target, draft = torch.tensor([[0.0, -22.0]]), torch.tensor([[0.0, -INF]])
+    assert kl_divergence(target, draft).tolist() == [0]

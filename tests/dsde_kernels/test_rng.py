@@ -44,6 +44,19 @@ def test_uniform_follows_key_and_counter(stream, device):
     torch.testing.assert_close(got.cpu().double(), torch.tensor(want, dtype=torch.float64), rtol=2**-24, atol=0)
 
 
+def test_uniform_goes_on_from_chunk_to_chunk(device):
+    # 300 rows take their numbers 256 at a time, and a single one 65,536.
+    seed = torch.arange(300, device=device)
+    got = rng.uniform_torch(seed, seed % 3, seed % 2, rng.DRAFT, 600)
+    index = [0, 255, 256, 511, 512, 599]
+    want = [[oracle.uniform(r, r % 3, r % 2, rng.DRAFT, i) for i in index] for r in (0, 299)]
+    torch.testing.assert_close(got[[0, 299]][:, index].cpu().double(), torch.tensor(want, dtype=torch.float64))
+    one = torch.tensor([7], device=device)
+    alone = rng.uniform_torch(one, one, one, rng.DRAFT, 65_540)[0, [3, 65_535, 65_536, 65_539]].cpu().double()
+    want = [oracle.uniform(7, 7, 7, rng.DRAFT, i) for i in (3, 65_535, 65_536, 65_539)]
+    torch.testing.assert_close(alone, torch.tensor(want, dtype=torch.float64))
+
+
 def test_uniform_stays_strictly_inside_the_unit_interval(monkeypatch, device):
     words = torch.tensor([[0, 1, 2**31, 2**32 - 129, 2**32 - 1]], device=device)
     monkeypatch.setattr(rng, "philox_torch", lambda counter, key: (words,) * 4)

@@ -10,6 +10,11 @@ from tests.dsde_kernels import oracle
 RELEASED = DsdeRule.released_code()
 
 
+def state_of(capacity, rule):
+    """A state where tensors are made: on a GPU if the kernels run there."""
+    return StabilityState(capacity, rule, torch.get_default_device())
+
+
 def ragged(lists, device="cpu"):
     flat = [x for row in lists for x in row]
     cu = torch.tensor([0] + [len(row) for row in lists], dtype=torch.int32).cumsum(0).int()
@@ -66,7 +71,7 @@ def test_random_histories_equal_the_scalar_rule(rule, seed, device):
 @pytest.mark.parametrize(("rounding", "cap"), [("nearest", 4), ("floor", 4), ("ceil", 5), (None, math.inf)])
 def test_the_articles_example_of_the_cap(rounding, cap):
     rule = DsdeRule(cap=rounding)
-    state = StabilityState(4, rule)
+    state = state_of(4, rule)
     state.drafted[:] = rule.calibration_tokens
     state.sl[:] = torch.tensor([10, 2, 3, 2], dtype=torch.int32)
     sl, got = speculation_lengths(state, torch.arange(4), rule)
@@ -77,7 +82,7 @@ def test_the_articles_example_of_the_cap(rounding, cap):
 
 def test_calibration_neither_votes_nor_is_capped():
     rule = DsdeRule()
-    state = StabilityState(3, rule)
+    state = state_of(3, rule)
     state.drafted[:] = torch.tensor([30, 29, 30], dtype=torch.int32)
     state.sl[:] = torch.tensor([3, 10, 5], dtype=torch.int32)
     sl, cap = speculation_lengths(state, torch.arange(3), rule)
@@ -86,7 +91,7 @@ def test_calibration_neither_votes_nor_is_capped():
 
 def test_a_sequence_that_sat_out_does_not_vote_but_is_capped():
     rule = DsdeRule()
-    state = StabilityState(2, rule)
+    state = state_of(2, rule)
     state.drafted[:] = 30
     state.sl[:] = torch.tensor([3, 9], dtype=torch.int32)
     sl, cap = speculation_lengths(state, torch.arange(2), rule, torch.tensor([True, False]))
@@ -96,14 +101,14 @@ def test_a_sequence_that_sat_out_does_not_vote_but_is_capped():
 @pytest.mark.parametrize("slots", [[], [0, 1]])
 def test_nobody_takes_part(slots):
     rule = DsdeRule()
-    sl, cap = speculation_lengths(StabilityState(2, rule), torch.tensor(slots, dtype=torch.int64), rule)
+    sl, cap = speculation_lengths(state_of(2, rule), torch.tensor(slots, dtype=torch.int64), rule)
     assert sl.tolist() == [rule.sl_start] * len(slots)
     assert cap.item() == math.inf
 
 
 def test_calibration_doubles_only_after_full_acceptance():
     rule = DsdeRule(sl_start=2, calibration_tokens=100)
-    state = StabilityState(1, rule)
+    state = state_of(1, rule)
     lengths = []
     for accepted in (1, 2, 4, 7, 8, 10):
         k = state.sl[0].item()
@@ -114,7 +119,7 @@ def test_calibration_doubles_only_after_full_acceptance():
 
 def test_the_step_that_completes_calibration_sets_sl_max_and_follows_the_rule():
     rule = DsdeRule(calibration_tokens=10)
-    state = StabilityState(1, rule)
+    state = state_of(1, rule)
     update(state, rule, [[0.2] * 5], [2])
     assert (state.sl[0], state.sl_max[0]) == (5, 10)
     update(state, rule, [[0.0] * 5], [5])
@@ -126,14 +131,14 @@ def test_the_step_that_completes_calibration_sets_sl_max_and_follows_the_rule():
 
 def test_wvir_edges():
     rule = DsdeRule()
-    state = StabilityState(3, rule)
+    state = state_of(3, rule)
     update(state, rule, [[0.3], [0.3, 0.3], [0.1, 0.9]], [0, 0, 0])
     assert state.wvir.tolist() == [0.0, 20.0, 1.0]
 
 
 def test_weights_count_age_from_the_newest_value():
     rule = DsdeRule(decay=0.5, short_window=2, long_window=3)
-    state = StabilityState(1, rule)
+    state = state_of(1, rule)
     update(state, rule, [[4.0, 0.0]], [0])
     update(state, rule, [[1.0]], [0])
     # long: weights 1/4, 1/2, 1 on 4, 0, 1: mean 8/7, Var 74/49 - ... ; short: weights 1/2, 1 on 0, 1
@@ -145,7 +150,7 @@ def test_weights_count_age_from_the_newest_value():
 
 def test_more_drafts_than_the_window_holds():
     rule = DsdeRule(short_window=2, long_window=3, calibration_tokens=4, sl_limit=8)
-    state, ours = StabilityState(1, rule), oracle.Rule(rule)
+    state, ours = state_of(1, rule), oracle.Rule(rule)
     values = [0.5, 0.1, 0.9, 0.2, 0.05, 0.3, 0.12]
     update(state, rule, [values], [4])
     ours.step(values, 4)
@@ -155,7 +160,7 @@ def test_more_drafts_than_the_window_holds():
 
 def test_no_drafts_failures_and_broken_klds_change_nothing():
     rule = DsdeRule()
-    state = StabilityState(5, rule)
+    state = state_of(5, rule)
     update(state, rule, [[0.1, 0.2]] * 5, [1] * 5)
     before = state.table.clone()
     klds = [[], [0.3], [float("nan"), 0.1], [math.inf], [0.3]]
@@ -167,7 +172,7 @@ def test_no_drafts_failures_and_broken_klds_change_nothing():
 
 def test_update_touches_only_its_slots_and_reset_restores():
     rule = DsdeRule()
-    state, fresh = StabilityState(4, rule), StabilityState(4, rule)
+    state, fresh = state_of(4, rule), state_of(4, rule)
     update(state, rule, [[0.1, 0.4], [0.7]], [2, 0], slots=[3, 1])
     assert torch.equal(state.table[[0, 2]], fresh.table[[0, 2]])
     assert state.drafted.tolist() == [0, 1, 0, 2]
@@ -180,7 +185,7 @@ def test_bit_identical_whatever_the_batch():
     rule = DsdeRule()
     klds = [torch.rand(k).tolist() for k in (3, 0, 10, 1, 7)]
     accepted = [1, 0, 10, 1, 2]
-    together, permuted, alone = (StabilityState(5, rule) for _ in range(3))
+    together, permuted, alone = (state_of(5, rule) for _ in range(3))
     for _ in range(6):
         update(together, rule, klds, accepted)
         order = [4, 2, 0, 3, 1]
@@ -193,10 +198,27 @@ def test_bit_identical_whatever_the_batch():
 
 def test_huge_kld_of_a_first_draft_does_not_make_nan():
     rule = DsdeRule(calibration_tokens=1)
-    state = StabilityState(1, rule)
+    state = state_of(1, rule)
     update(state, rule, [[500.0]], [1])
     assert state.wvir[0] == 0
     assert state.sl[0] == state.sl_max[0] == 2  # A = 1, ratio 1: SL_max 2; x = 0
+
+
+def test_an_enormous_kld_counts_as_1e15_and_leaves_the_neighbours_cap_alone():
+    # Its square would not be finite. The neighbour's SL_hat is 6 (2 + .650 * 5), so the cap is the mean of 2 and 6.
+    rule = DsdeRule(calibration_tokens=2)
+    state, bounded = state_of(2, rule), state_of(2, rule)
+    for other, huge in ((state, 3e38), (bounded, 1e15)):
+        proposed = update(other, rule, [[huge, 0.1], [0.1, 0.2] * 4], [2, 4])
+        lengths, cap = speculation_lengths(other, torch.arange(2), rule, proposed)
+        assert (proposed.tolist(), lengths.tolist(), cap.item()) == ([True, True], [2, 4], 4)
+        assert other.sl.tolist() == [2, 6]
+    for _ in range(4):  # also beside ordinary values, and more of its kind
+        update(state, rule, [[3e38, 0.1, 3e38], [0.1]], [3, 1])
+        update(bounded, rule, [[1e15, 0.1, 1e15], [0.1]], [3, 1])
+        assert state.table[:, :-4].isfinite().all()
+        assert state.sl[0] == 2
+    assert torch.equal(state.table.view(torch.int32), bounded.table.view(torch.int32))
 
 
 def test_temperature_divides_only_in_the_released_variant():
@@ -204,14 +226,14 @@ def test_temperature_divides_only_in_the_released_variant():
         (DsdeRule(calibration_tokens=2), False),
         (DsdeRule(calibration_tokens=2, divide_by_temperature=True), True),
     ):
-        state = StabilityState(2, rule)
+        state = state_of(2, rule)
         update(state, rule, [[0.1, 0.15] + [0.1] * 6] * 2, [8, 8], temperature=[0.25, 0.0])
         assert (state.sl[0] < state.sl[1]) == divided
 
 
 def test_empty_batch():
     rule = DsdeRule()
-    state = StabilityState(1, rule)
+    state = state_of(1, rule)
     assert update(state, rule, [], [], slots=torch.zeros(0, dtype=torch.int64).tolist() or None).shape == (0,)
 
 
@@ -252,11 +274,11 @@ def test_update_refuses(name, change):
         "num_accepted": torch.zeros(2, dtype=torch.int32),
     }
     with pytest.raises(ValueError, match=name):
-        stability_update(StabilityState(2, rule), **(arguments | change), rule=rule)
+        stability_update(state_of(2, rule), **(arguments | change), rule=rule)
 
 
 @pytest.mark.parametrize("proposed", [torch.ones(2), torch.ones(3, dtype=torch.bool)], ids=["float", "long"])
 def test_speculation_lengths_refuses_a_wrong_proposed(proposed):
     rule = DsdeRule()
     with pytest.raises(ValueError, match="proposed"):
-        speculation_lengths(StabilityState(2, rule), torch.arange(2), rule, proposed)
+        speculation_lengths(state_of(2, rule), torch.arange(2), rule, proposed)

@@ -176,7 +176,7 @@ TRIALS, WIDTH = 200, 16
 
 
 def pvalue(tokens, weights):
-    p = torch.tensor(weights, dtype=torch.float64)
+    p = torch.tensor(weights, dtype=torch.float64, device="cpu")
     seen = torch.bincount(tokens.cpu(), minlength=WIDTH)
     if (p == 0).any():
         assert seen[p == 0].sum() == 0

@@ -17,13 +17,12 @@ from dsde_kernels import (
     verify,
 )
 from tests.dsde_kernels import oracle
+from tests.dsde_kernels.test_stability import state_of
 
 INF, NAN = float("inf"), float("nan")
 
 
-def batch(
-    lengths, vocabulary=37, draft_vocabulary=None, temperature=(0.0, 0.7, 1.0), dtype=torch.float32, device="cpu"
-):
+def batch(lengths, vocabulary=37, draft_vocabulary=None, temperature=(0.0, 0.7, 1.0), dtype=torch.float32, device=None):
     """A ragged batch whose drafts are drawn from the draft logits, as keyword arguments of `verify`."""
     drafts, sequences = sum(lengths), len(lengths)
     target = torch.randn(drafts + sequences, vocabulary, device=device) * 2
@@ -164,6 +163,16 @@ def test_greedy_ignores_thresholds():
     assert high.logprobs[1, 0] == 0  # one token kept: probability 1
 
 
+def test_thresholds_of_the_caller_stay_as_they_are():
+    # Greedy sequences ignore theirs, in a batch with sampled ones.
+    arguments = batch([3, 2, 0], temperature=(0.0, 1.0, 0.0))
+    thresholds = {"target_threshold": torch.full((8,), -1.0), "draft_threshold": torch.full((5,), -1.5)}
+    kept = {name: x.clone() for name, x in thresholds.items()}
+    verify(**arguments, **thresholds)
+    for name, x in thresholds.items():
+        assert torch.equal(x, kept[name]), name
+
+
 def test_greedy_batch_draws_no_number(monkeypatch):
     monkeypatch.setattr("dsde_kernels.rng.philox_torch", lambda *_: pytest.fail("random numbers for greedy rows"))
     verify(**batch(LENGTHS, temperature=(0.0,)))
@@ -251,6 +260,29 @@ def test_mean_acceptance_is_the_overlap_of_p_and_q(device):
     assert abs(out.accept_prob.double().mean() - overlap) < bound
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_id_beyond_the_drafts_vocabulary_has_q_of_zero(temperature):
+    # The draft has 20 columns; the last one is likely, and so is what lies behind the row in memory.
+    wide = torch.zeros(2, 24)
+    wide[:, 19:] = 30.0
+    draft = wide[:, :20]
+    target = torch.zeros(3, 40)
+    target[0, 30] = target[1, 39] = 3.0
+    out = simple(target, draft, [30, 39], [2], temperature)
+    assert out.accept_prob.tolist() == [1, 1]
+    assert out.num_accepted.tolist() == [2]
+    assert out.tokens[0, :2].tolist() == [30, 39]
+
+
+def test_a_draft_id_beyond_a_broken_draft_row_is_not_accepted():
+    draft = torch.zeros(1, 20)
+    draft[0, 3] = NAN
+    out = simple(torch.zeros(2, 40), draft, [30], [1], 1.0)
+    assert (out.accept_prob.tolist(), out.num_accepted.tolist(), out.ok.tolist()) == ([0], [0], [False])
+    assert out.tokens.tolist() == [[-1, -1]]
+    assert out.kld.isnan().tolist() == [True]
+
+
 # Resampling
 
 
@@ -303,6 +335,44 @@ def test_a_residual_of_rounding_stays_on_the_support_of_the_target():
     assert len(drawn) > 5 and ((drawn >= 1) & (drawn <= 4)).all()
 
 
+def log(*p):
+    return torch.tensor(p).log()
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "target_limit", "draft_limit", "residual"),
+    [
+        # What truncation drops from q leaves p whole there ...
+        ((0.0, 0.5, 0.5), (0.5, 0.4, 0.1), 0.0, 0.45, (0.0, 0.5, 0.5)),
+        # ... and makes the rest of q larger: (.5, .5, 0), more than p at 1, of which the untruncated q has .25.
+        ((0.0, 0.4, 0.6), (0.25, 0.25, 0.24), 0.0, 0.245, (0.0, 0.0, 0.6)),
+        # Truncation of p: (0, .5, .5), more than q at 1, of which the untruncated p has .3.
+        ((0.0, 0.3, 0.3, 0.2, 0.2), (0.4, 0.4, 0.0, 0.1, 0.1), 0.25, 0.0, (0.0, 0.1, 0.5)),
+    ],
+    ids=["dropped from q", "more of q", "more of p"],
+)
+def test_the_residual_is_that_of_the_truncated_distributions(p, q, target_limit, draft_limit, residual):
+    # Draft 0 has p = 0, so it fails.
+    trials = 12
+    out = simple(
+        log(*p).repeat(2 * trials, 1), log(*q).repeat(trials, 1), [0] * trials, [1] * trials, 1.0,
+        target_threshold=log(target_limit).repeat(2 * trials), draft_threshold=log(draft_limit).repeat(trials),
+    )  # fmt: skip
+    assert out.num_accepted.tolist() == [0] * trials
+    assert out.tokens[:, 0].tolist() == [oracle.race(residual, s, 0, 0, oracle.RESAMPLE) for s in range(trials)]
+
+
+def test_a_small_residual_is_not_an_empty_one():
+    # p is 1/4 each; q has 6e-4 more at the draft, so that each other token keeps 2e-4. The largest u rejects.
+    draft = torch.zeros(4, 4).fill_diagonal_(3.2e-3)
+    out = simple(torch.zeros(8, 4), draft, [0, 1, 2, 3], [1] * 4, 1.0, seed=torch.full((4,), HIGHEST))
+    want = [oracle.race([float(v != x) for v in range(4)], HIGHEST, 0, 0, oracle.RESAMPLE) for x in range(4)]
+    assert out.num_accepted.tolist() == [0] * 4
+    assert out.tokens[:, 0].tolist() == want
+    winner_of_p = oracle.race([1.0] * 4, HIGHEST, 0, 0, oracle.RESAMPLE)
+    assert want[winner_of_p] != winner_of_p  # which a draw from p would give
+
+
 @pytest.mark.parametrize("bad", [-1, -5, 5, 2**40])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -339,6 +409,17 @@ def test_deterministic_kld_counts_zero_probability_as_1e_minus_8():
     out = simple(row.repeat(2, 1), None, [1], [1], 0.5)
     torch.testing.assert_close(out.kld, torch.tensor([-math.log(1e-8)]))
     assert out.tokens.tolist() == [[0, -1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_deterministic_kld_of_a_finite_mask_counts_as_1e_minus_8(temperature):
+    # As far as 1e15 nats a distance counts, beyond that p is 0.
+    target = torch.zeros(6, 4)
+    target[torch.arange(3), [0, 2, 3]] = torch.tensor([-1e30, torch.finfo(torch.float32).min, -1e14])
+    out = simple(target[[0, 5, 1, 5, 2, 5]], None, [0, 2, 3], [1] * 3, temperature)
+    floor = -math.log(1e-8)
+    torch.testing.assert_close(out.kld, torch.tensor([floor, floor, 1e14 / (temperature or 1.0)]))
+    assert (out.accept_prob.tolist(), out.ok.tolist()) == ([0] * 3, [True] * 3)
 
 
 # Ragged edges
@@ -587,7 +668,7 @@ def test_dsde_step_composes_the_three_ops(device):
 
 def test_a_failed_sequence_keeps_its_slot_and_does_not_vote():
     rule = DsdeRule(calibration_tokens=1)
-    state = StabilityState(2, rule)
+    state = state_of(2, rule)
     arguments = batch([2, 2], temperature=(0.0,))
     arguments["target_logits"][:3] = NAN
     result = dsde_step(**arguments, state=state, slots=torch.arange(2), rule=rule)
