@@ -90,7 +90,7 @@ def cases(dtype: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], di
     if dtype == "fp32":  # takes no logits
         update = {"table": f32, "slots": i64, "weights": f32, "kld": f32, "cu_draft": i32, "num_accepted": i32}
         update |= {"temperature": f32, "ok": "*i1", "proposed": "*i1"}
-        found["stability_update"] = update_kernel, update, {"RULE": DsdeRule()}, plain | {"num_warps": 1}
+        found["stability_update"] = update_kernel, update, {"RULE": DsdeRule()}, plain
     return found
 
 

@@ -5,7 +5,9 @@ does not depend on the neighbours.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,21 @@ SEARCH_TILE = 4096
 SEARCH_WARPS = 16
 
 _buffers: dict[tuple, Tensor] = {}
+_keeps: ContextVar[bool] = ContextVar("dsde_keeps_workspace", default=True)
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Launches inside the ``with`` block get a workspace of their own.
+
+    torch.compile's graph trees run an op once with their own memory pool before they capture it, and take back what
+    was allocated there: a buffer that is kept would be one of theirs.
+    """
+    token = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
 
 
 def splits(vocabulary: int) -> int:
@@ -61,9 +78,9 @@ def _workspace(device: torch.device, name: str, count: int, dtype: torch.dtype, 
     """
     size = 1 << count.bit_length()
     stream = 0
+    if not _keeps.get() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return make(size, dtype=dtype, device=device)
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return make(size, dtype=dtype, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
     key = (threading.get_ident(), device, stream, name, size)
     if key not in _buffers:

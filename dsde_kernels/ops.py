@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kld import run_kl_divergence
+from .launch import nothing_kept
 from .sampling import run_sample, run_truncation_threshold
 from .stability import DsdeRule, StabilityState, run_speculation_lengths, run_stability_update
 from .verify import Inputs, Verification, run_dsde_step, run_verify
@@ -26,7 +27,12 @@ _VERIFICATION = ", ".join(["Tensor"] * len(Verification._fields))
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register `run` as an op, and `fake` for tensors without data."""
     changes = {"table"} if "(a!)" in schema else set()
-    torch.library.custom_op(f"dsde_kernels::{name}", run, mutates_args=changes, schema=schema).register_fake(fake)
+
+    def op(*arguments: Any) -> Any:
+        with nothing_kept():
+            return run(*arguments)
+
+    torch.library.custom_op(f"dsde_kernels::{name}", op, mutates_args=changes, schema=schema).register_fake(fake)
     return run
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import launch
 from .kld import FARTHEST as _FARTHEST
 from .kld_kernel import INF
 from .rng_kernel import row_at
@@ -144,6 +145,7 @@ def stability_update_triton(
                 kld.contiguous(), cu_draft.contiguous(), num_accepted.contiguous(),
                 None if temperature is None else temperature.contiguous(),
                 None if ok is None else ok.contiguous(),
-                proposed, rule, num_warps=1, enable_fp_fusion=False,
+                proposed, rule,
+                num_warps=launch.WARPS, enable_fp_fusion=False,  # as many as the fused step: sums in the same order
             )  # fmt: skip
     return proposed
