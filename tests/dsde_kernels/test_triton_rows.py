@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsde_kernels import kl_divergence, launch, sample, truncation_threshold, use_backend, verify
+from tests.dsde_kernels import test_sampling
 from tests.dsde_kernels.test_verify import assert_equal, batch
 
 INF, NAN = float("inf"), float("nan")
@@ -134,6 +135,12 @@ def test_argmax_ties_across_programs_take_the_lowest_id(small_tiles):
     out = verify(target, None, torch.tensor([70]), torch.tensor([0, 1]), temperature=torch.zeros(1), seed=zero,
                  step=zero, max_draft=1)  # fmt: skip
     assert out.tokens.tolist() == [[70, 70]]
+
+
+def test_a_late_winner_by_a_narrow_margin_in_the_same_program(small_tiles, monkeypatch):
+    # Its tile is looked at only if one of its numbers could win.
+    monkeypatch.setattr(launch, "RACE_TILES", 2)
+    test_sampling.test_a_late_winner_by_a_narrow_margin()
 
 
 def test_thresholds_of_negative_zero_tied_and_half_precision_logits(small_tiles):

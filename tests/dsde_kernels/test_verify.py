@@ -263,7 +263,7 @@ def test_mean_acceptance_is_the_overlap_of_p_and_q(device):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_id_beyond_the_drafts_vocabulary_has_q_of_zero(temperature):
     # The draft has 20 columns; the last one is likely, and so is what lies behind the row in memory.
-    wide = torch.zeros(2, 24)
+    wide = torch.zeros(2, 44)
     wide[:, 19:] = 30.0
     draft = wide[:, :20]
     target = torch.zeros(3, 40)
