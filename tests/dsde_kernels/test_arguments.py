@@ -38,7 +38,8 @@ def calls(device=None):
             "min_p": torch.tensor([0.0, 0.1, 0.2], device=device),
         },
         "sample": {
-            "logits": logits, "temperature": temperature, **keys, "threshold": torch.linspace(-4.0, 1.0, 3, device=device),
+            "logits": logits, "temperature": temperature, **keys,
+            "threshold": torch.linspace(-4.0, 1.0, 3, device=device),
         },
         "verify": step,
         "dsde_step": step | slots,
