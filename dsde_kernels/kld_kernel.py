@@ -29,6 +29,7 @@ from .rng_kernel import last_to_arrive, log2_scale, row_at
 
 # A record: maximum, sum and sum of the kept of the target, the same of the draft, W, lost, and the target's argmax.
 RECORD = tl.constexpr(9)
+# Constants stand on the right of a tensor: the interpreter of Triton 3.8 makes the result a constant otherwise.
 INF = tl.constexpr(float("inf"))
 LN2 = tl.constexpr(math.log(2))
 FLOOR = tl.constexpr(LOG_FLOOR)
@@ -66,7 +67,8 @@ def stream_pair(
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Read TILES tiles of a target row and, unless None, of its draft row from column `start`; write their record."""
-    m_t, m_d = -INF, -INF
+    m_t = tl.full([], -INF, tl.float32)
+    m_d = m_t
     s_t = tl.zeros([TILE], tl.float32)
     s_d = tl.zeros([TILE], tl.float32)
     kept_t = tl.zeros([TILE], tl.float32)
@@ -187,7 +189,7 @@ def merge(
         argmax = tl.where(top_t > m_t, shared_load(record + 8, mask).to(tl.int32, bitcast=True), argmax)
         m_t = new_t
     share = lost / s_t
-    kl = LN2 * (w / s_t - tl.log2(s_t) + (1.0 - share) * tl.log2(s_d) - share * _LOG2_FLOOR)
+    kl = (w / s_t - tl.log2(s_t) + (1.0 - share) * tl.log2(s_d) - share * _LOG2_FLOOR) * LN2
     kl = tl.where(sound(s_t) & sound(s_d), tl.maximum(kl, 0.0), float("nan"))
     return m_t, s_t, kept_t if TARGET_KEPT else s_t, m_d, s_d, kept_d if DRAFT_KEPT else s_d, kl, argmax
 

@@ -97,7 +97,7 @@ def _decide(
     else:
         log_q = tl.zeros(drafted.shape, tl.float32)
         fine_d = drafted
-        surprise = -LN2 * ((x - top_t) * scale - tl.log2(s_t))
+        surprise = ((x - top_t) * scale - tl.log2(s_t)) * -LN2
         kl = tl.where(sound(s_t), tl.where(surprise < -LN2 * FAR, surprise, -FLOOR), float("nan"))
         kl = tl.where(known, kl, -FLOOR)
     tl.store(kld + row, kl, mask=drafted)
@@ -132,7 +132,7 @@ def _decide(
     place = i.to(tl.int64) * (max_draft + 1) + column
     others = (column <= max_draft) & (column != n)
     tl.store(tokens + place, tl.where(column < n, ids, -1), mask=others)
-    tl.store(logprobs + place, tl.where(column < n, LN2 * log_p, 0.0), mask=others)
+    tl.store(logprobs + place, tl.where(column < n, log_p * LN2, 0.0), mask=others)
     tl.store(num_accepted + i, n)
 
 
@@ -194,7 +194,7 @@ def _draw(
         token, best, heaviest, top, kept = race(
             row, start, stop, scale, limit, top,
             rejected_draft, shared, tl.load(decision + 9), tl.load(decision + 10), tl.load(decision + 11),
-            tl.load(decision + 5).to(tl.int32, bitcast=True), residual, EMPTY * kept,
+            tl.load(decision + 5).to(tl.int32, bitcast=True), residual, kept * EMPTY,
             greedy, tl.load(seed + i), tl.load(step + i), n, RESAMPLE, TILE,
         )  # fmt: skip
         commits = True
@@ -222,7 +222,7 @@ def _commit(
     x = tl.load(row + token, mask=token < vocabulary, other=-INF).to(tl.float32)  # nobody wins where nothing is sound
     place = i.to(tl.int64) * (max_draft + 1) + n
     tl.store(tokens + place, tl.where(healthy, token, -1).to(tl.int64))
-    tl.store(logprobs + place, tl.where(healthy, LN2 * ((x - top) * log2_scale(t) - tl.log2(kept)), 0.0))
+    tl.store(logprobs + place, tl.where(healthy, ((x - top) * log2_scale(t) - tl.log2(kept)) * LN2, 0.0))
     tl.store(ok + i, healthy)
     if table is not None:
         sl, past, voted = update_slot(table, tl.load(slots + i), weights, kld + first, k, n, healthy, t, RULE)
