@@ -129,7 +129,7 @@ class Decoder:
         if reason is not None:
             return hand_back(reason)
         refuse_options(config)
-        refuse_inputs(inputs)
+        refuse_inputs(model, inputs)
         refuse_stateful([*logits_processor, *stopping_criteria])
         pad = getattr(config, "_pad_token_tensor", None)
         if pad is None and len(input_ids) > 1 and (criteria or eos):

@@ -88,9 +88,9 @@ def refuse_options(config: GenerationConfig) -> None:
     )
 
 
-def refuse_inputs(inputs: Mapping[str, Any]) -> None:
-    """ValueError that names model inputs other than text, and caches that hold tokens already."""
-    unknown = [k for k, v in inputs.items() if not (k in _PREPARED or _says_nothing(k, v))]
+def refuse_inputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+    """ValueError that names inputs of `model` other than text, and caches that hold tokens already."""
+    unknown = [k for k, v in inputs.items() if not (k in _PREPARED or _says_nothing(model, k, v))]
     for name in ("cache", "past_key_values"):
         cache = inputs.get(name)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
@@ -98,10 +98,11 @@ def refuse_inputs(inputs: Mapping[str, Any]) -> None:
     refuse(unknown)
 
 
-def _says_nothing(name: str, value: Any) -> bool:
+def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
     """Whether a model input is absent: multimodal models get an empty mapping, or types that are all text."""
     if name == "token_type_ids" and isinstance(value, torch.Tensor):
-        return not value.any()
+        # A text model embeds the types; to a multimodal one 0 is what it takes by itself.
+        return model.config.get_text_config() is not model.config and not value.any()
     return value is None or value is False or (isinstance(value, Mapping) and not value)
 
 

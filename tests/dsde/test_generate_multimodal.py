@@ -85,6 +85,16 @@ def test_token_types():
         model.generate(ids, token_type_ids=types, **NEW)
 
 
+def test_token_types_of_a_text_model(tiny):
+    """GPT-2 adds the embedding of type 0, which is that of token 0."""
+    target, _ = tiny("gpt2")
+    ids = torch.tensor([[5, 6, 7]])
+    types = torch.zeros_like(ids)
+    assert not target(ids, token_type_ids=types).logits.allclose(target(ids).logits)
+    with patch(target, "ngram"), pytest.raises(ValueError, match="token_type_ids"):
+        target.generate(ids, token_type_ids=types, **NEW)
+
+
 def test_positions_of_an_image():
     """Its axes run apart."""
     torch.manual_seed(0)
