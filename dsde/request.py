@@ -8,6 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._whole("max_new_tokens", 1, 2**31 - 1)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) or (value is None and name != "temperature")):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         # The kernels compute in float32: what is no ordinary number there is refused here.
         if self.temperature != 0 and not _TINY <= self.temperature <= 1 / _TINY:
             raise ValueError(f"temperature must be 0 or in [{_TINY}, {1 / _TINY}], got {self.temperature!r}")
@@ -101,15 +106,24 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
         if self.seed is not None:
             self._whole("seed", -(2**63), 2**63 - 1)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
+        self._sequence("stop", "non-empty strings", lambda s: isinstance(s, str) and s)
+        self._sequence("logits_processors", "callables", callable)
+        self._sequence("stopping_criteria", "callables", callable)
         if self.eos is not None:
-            if not isinstance(self.eos, Sequence):
-                raise ValueError(f"eos must be a sequence of ints, got {self.eos!r}")
-            object.__setattr__(self, "eos", tuple(_int("eos", token, 0, 2**63 - 1) for token in self.eos))
+            self._sequence("eos", "ints", lambda _: True)
+            self._set("eos", tuple(whole("eos", token, 0, 2**63 - 1) for token in self.eos))
 
     def _whole(self, name: str, low: int, high: int) -> None:
-        object.__setattr__(self, name, _int(name, getattr(self, name), low, high))  # the class is frozen for others
+        self._set(name, whole(name, getattr(self, name), low, high))
+
+    def _sequence(self, name: str, what: str, allowed: Callable[[Any], Any]) -> None:
+        values = getattr(self, name)
+        if not isinstance(values, Sequence) or isinstance(values, str) or not all(map(allowed, values)):
+            raise ValueError(f"{name} must be a sequence of {what}, got {values!r}")
+        self._set(name, tuple(values))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the class is frozen for others
 
     @property
     def truncates(self) -> bool:
@@ -119,7 +133,7 @@ class SamplingParams:
         )
 
 
-def _int(name: str, value: Any, low: int, high: int) -> int:
+def whole(name: str, value: Any, low: int, high: int) -> int:
     """`value` as an int, also from numpy or torch; ValueError if it is none or lies outside [low, high]."""
     if not isinstance(value, bool) and hasattr(value, "__index__"):
         with contextlib.suppress(TypeError):  # a tensor that is no integer
@@ -127,6 +141,14 @@ def _int(name: str, value: Any, low: int, high: int) -> int:
             if low <= number <= high:
                 return number
     raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Take its traceback from an error, and from those it came of: the frames would keep engine and logits alive."""
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        drop_frames(error.__cause__)
+        drop_frames(error.__context__)
 
 
 @dataclass(frozen=True)
@@ -196,7 +218,7 @@ class Request:
     cached: int = 0
     draft_cached: int = 0
     step: int = 0
-    cause: Exception | None = None  # of a processor, at the step's first row that it left without a distribution
+    cause: Exception | None = None  # why it failed, or during a step would at its first row; without traceback
     error: str | None = None
     completion: Completion | None = None
     submitted: float = field(default_factory=time.perf_counter)
@@ -218,6 +240,7 @@ class Request:
     def fail(self, cause: Exception | None) -> None:
         """Mark the request as failed; the engine ends it with "error" after the step, and `cause` stays here."""
         self.cause = cause
+        drop_frames(cause)
         no_value = "the logits at the next position are NaN or hold no finite value"
         self.error = no_value if cause is None else f"{type(cause).__name__}: {cause}"
 

@@ -9,7 +9,7 @@ import torch
 
 import dsde_kernels as dk
 
-from .request import LogitsProcessor, Request, Stateless
+from .request import LogitsProcessor, Request, Stateless, drop_frames
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ def process_rows(
                         calls += [[row] for row in rows]
                         continue
                     block[rows] = float("nan")
+                    drop_frames(cause)
                     failed[rows[0]] = cause
     for row in sorted(failed, reverse=True):
         owners[row].cause = failed[row]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -599,6 +601,22 @@ def test_refusals_name_the_argument(tiny):
         ("seed", 2**63),
         ("stop", "END"),
         ("stop", [""]),
+        ("stop", None),
+        ("stop", iter(["a"])),
+        ("temperature", "0.5"),
+        ("temperature", None),
+        ("top_p", "0.5"),
+        ("min_p", [0.5]),
+        ("eos", "12"),
+        ("eos", iter([3])),
+        ("logits_processors", None),
+        ("logits_processors", min),
+        ("logits_processors", iter([min])),
+        ("logits_processors", [3]),
+        ("stopping_criteria", None),
+        ("stopping_criteria", bool),
+        ("stopping_criteria", iter([bool])),
+        ("stopping_criteria", ["end"]),
     ],
 )
 def test_bad_sampling_params(field, value):
@@ -610,6 +628,41 @@ def test_sampling_params_take_ints_of_numpy_and_torch():
     params = SamplingParams(np.int64(5), top_k=torch.tensor(3), seed=np.int32(7), eos=torch.tensor([2, 3]).unbind())
     assert (params.max_new_tokens, params.top_k, params.seed, params.eos) == (5, 3, 7, (2, 3))
     assert all(type(n) is int for n in (params.max_new_tokens, params.top_k, params.seed, *params.eos))
+
+
+def test_sampling_params_take_numbers_of_numpy():
+    assert SamplingParams(temperature=np.float32(0.5), top_p=np.float64(0.5), min_p=1).truncates
+
+
+def test_sampling_params_keep_what_they_were_given():
+    """A list that grows later would change a request in flight."""
+    given = {"stop": ["a"], "logits_processors": [min], "stopping_criteria": [bool]}
+    params = SamplingParams(**given)
+    for name, values in given.items():
+        values.append(None)
+        assert getattr(params, name) == (values[0],)
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion", "callback"])
+def test_a_failed_request_holds_neither_engine_nor_cache(tiny, where):
+    def boom(*_):
+        try:
+            {}["y"]
+        except KeyError as cause:
+            raise KeyError("x") from cause
+
+    params = SamplingParams(
+        logits_processors=[boom] if where == "processor" else (),
+        stopping_criteria=[boom] if where == "criterion" else (),
+    )
+    engine = Engine(*tiny("llama"))
+    request = engine.submit([1, 2, 3], params, on_tokens=boom if where == "callback" else None)
+    engine.step()
+    assert request.completion.error == "KeyError: 'x'" and isinstance(request.cause, KeyError)
+    alive = weakref.ref(engine), weakref.ref(engine.target.pools[0][1])
+    del engine
+    gc.collect()
+    assert [r() for r in alive] == [None, None]
 
 
 def test_generate_shows_progress(tiny, capsys):
