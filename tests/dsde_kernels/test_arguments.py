@@ -90,6 +90,12 @@ def test_what_is_no_tensor_is_refused_by_name(op, name):
             run(op, **{name: value})
 
 
+@pytest.mark.parametrize("value", [[0, 1], "slots", True, None, np.zeros(2, dtype=np.int64)])
+def test_reset_takes_no_other_slots(value):
+    with pytest.raises(ValueError, match=r"^slots must be a tensor; got"):
+        StabilityState(2, RULE).reset(value)
+
+
 @pytest.mark.parametrize("value", [None, "x", [1], True, 1.5, {}])
 @pytest.mark.parametrize("op", ["dsde_step", "stability_update", "speculation_lengths"])
 def test_what_is_no_state_or_rule_is_refused_by_name(op, value):
