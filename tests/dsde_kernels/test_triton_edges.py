@@ -14,11 +14,10 @@ SMALL = {
         vocabularies_of_different_width zero_draft_probability_counts_as_1e_minus_8 zero_target_probability_adds_nothing
     """,
     test_sampling: """
-        broken_rows_give_minus_one_and_leave_others_alone
-        disabled_rows_beside_enabled_ones greedy_takes_the_lowest_id_on_ties no_rows
-        sample_does_not_depend_on_the_batch_and_keeps_its_input sample_equals_a_scalar_race
-        threshold_equals_the_scalar_filter thresholds_above_every_logit ties_at_the_threshold_are_all_kept
-        top_p_counts_what_top_k_left very_small_temperature_is_the_argmax
+        broken_rows_give_minus_one_and_leave_others_alone disabled_rows_beside_enabled_ones
+        greedy_takes_the_lowest_id_on_ties no_rows sample_does_not_depend_on_the_batch_and_keeps_its_input
+        sample_equals_a_scalar_race threshold_equals_the_scalar_filter thresholds_above_every_logit
+        ties_at_the_threshold_are_all_kept top_p_counts_what_top_k_left very_small_temperature_is_the_argmax
     """,
     test_stability: """
         an_enormous_kld_counts_as_1e15_and_leaves_the_neighbours_cap_alone bit_identical_whatever_the_batch empty_batch
