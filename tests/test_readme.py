@@ -19,8 +19,14 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
+def test_own_models_load():
+    _, code = blocks("python")
+    code = code.replace("path/or/id", "dsde/demo/weights/target").replace("small/one", "dsde/demo/weights/draft")
+    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+
+
 def test_quick_start_runs():
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     assert len([line for line in code.splitlines() if line]) == 6
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
