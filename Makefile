@@ -5,7 +5,8 @@
 #   make test        run the tests
 #   make test-transformers   the tests of the drop-in with the newest and the oldest transformers supported
 #   make lint        ruff and mypy
-#   make bench       decode against transformers; memory over 1,000 requests; results as JSON lines in bench/results
+#   make bench       the engine and the patched generate against transformers; memory over 1,000 requests;
+#                    results as JSON lines in bench/results
 #   make figure      draw docs/figure.png from a fresh run of the demo
 #   make clean       remove the virtual environment and everything that was built
 #
@@ -64,6 +65,7 @@ bench: $(VENV)/dev.done
 	@mkdir -p bench/results
 	$(BIN)/python -m bench.memory --out bench/results/memory.jsonl
 	$(BIN)/python -m bench.decode --out bench/results/decode.jsonl $(ARGS)
+	$(BIN)/python -m bench.generate --out bench/results/generate.jsonl
 
 figure: $(VENV)/dev.done
 	$(BIN)/python -m dsde demo --trace build/trace.jsonl $(ARGS)
