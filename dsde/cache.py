@@ -135,9 +135,9 @@ class PackedModel:
         rows = PackedRows(self, segments)
         ids = torch.tensor([i for s in segments for i in s.ids], device=self.device)
         positions = torch.tensor([p for s in segments for p in range(s.start, s.end)], device=self.device)
-        # Ids outside this vocabulary are a partner's with a wider one, or the -1 of a broken draft row. The draft makes
-        # of them what it can; for the target they are drafts that verification rejects, whatever follows them.
-        ids.clamp_(0, self.num_embeddings - 1)
+        # Ids outside this vocabulary are a partner's with a wider one. The draft makes of them what it can; for the
+        # target they are drafts that verification rejects, whatever follows them.
+        ids.clamp_(max=self.num_embeddings - 1)
         wanted = 0 if keep is None else torch.tensor(keep, device=self.device)
         return self._run(ids, positions, wanted, rows)
 

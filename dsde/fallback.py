@@ -85,7 +85,7 @@ class SequentialModel:
         ahead = cache.get_seq_length() - segment.start
         if ahead > 0:
             cache.crop(-ahead)  # rejected drafts
-        ids = torch.tensor([segment.ids], device=self.device).clamp_(0, self.num_embeddings - 1)
+        ids = torch.tensor([segment.ids], device=self.device).clamp_(max=self.num_embeddings - 1)
         mask = torch.ones(1, segment.end, dtype=torch.long, device=self.device)
         inputs = {self._cache_name: cache, **positions(self.model, segment.start, segment.end)}
         output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **inputs)

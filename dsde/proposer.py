@@ -21,8 +21,10 @@ from .scheduler import Entry
 class Drafts:
     """A step's proposals in the ragged layout of `dsde_kernels`.
 
-    ``tokens[i]`` are entry i's drafts; ``logits`` [N, Vd] are the raw draft logits they were drawn from, in the same
-    order, None for deterministic drafts; ``threshold`` [N] are their truncation thresholds, None without truncation.
+    ``tokens[i]`` are the drafts of the step's i-th verifying request. ``logits`` [N, Vd] are the draft's rows that they
+    were drawn from, in the same order: behind the processors, in float32 once any of the requests has some and in the
+    draft's format otherwise; None for deterministic drafts or if nobody drafts. ``threshold`` [N] are their truncation
+    thresholds, None without truncation.
     """
 
     tokens: list[list[int]]
@@ -33,9 +35,9 @@ class Drafts:
 class ModelProposer:
     """A draft model that shares the target's tokenizer.
 
-    Drafting is ragged: a sequence leaves the draft batch when its own length is reached, or behind an end-of-sequence
-    id. Its first pass also catches up the tokens that the draft's cache lacks, and computes the step's prompt chunks,
-    so that draft and target caches cover the same prefix.
+    Drafting is ragged: a sequence leaves the draft batch when its own length is reached, behind an end-of-sequence id,
+    or where the draft has no distribution (a row of NaN). Its first pass also catches up the tokens that the draft's
+    cache lacks, and computes the step's prompt chunks, so that draft and target caches cover the same prefix.
 
     Parameters
     ----------
@@ -88,14 +90,15 @@ class ModelProposer:
                 if not live:
                     break
                 if processed:
-                    prefixes = [torch.tensor([[*requests[i].tokens, *drafts[i]]], device=self.device) for i in live]
+                    prefixes = [[*requests[i].tokens, *drafts[i]] for i in live]
                     q = process_rows([requests[i] for i in live], prefixes, q, self.vocabulary, self.device)
                 rows = params if len(live) == len(requests) else params.take(torch.tensor(live, device=q.device))
                 cut = rows.threshold(q)
                 step_offset = torch.full_like(rows.step, offset)
                 chosen = dk.sample(q, rows.temperature, rows.seed, rows.step, step_offset, threshold=cut)
                 for i, token in zip(live, chosen.tolist(), strict=True):
-                    drafts[i].append(token)
+                    if token >= 0:
+                        drafts[i].append(token)
                 if logits is None:
                     logits = q.new_empty(sum(lengths), q.shape[1])
                     threshold = None if cut is None else cut.new_empty(len(logits))
@@ -104,7 +107,9 @@ class ModelProposer:
                 if threshold is not None and cut is not None:
                     threshold.index_copy_(0, where, cut)
                 offset += 1
-                live = [i for i in live if lengths[i] > offset and drafts[i][-1] not in requests[i].eos]
+                live = [
+                    i for i in live if len(drafts[i]) == offset < lengths[i] and drafts[i][-1] not in requests[i].eos
+                ]
                 segments = [
                     Segment(drafts[i][-1:], len(requests[i].tokens) + offset - 1, requests[i].table) for i in live
                 ]
@@ -123,7 +128,7 @@ class ModelProposer:
         request = entry.request
         if request.pending > 1:
             return max(request.draft_cached, self._chunk(entry).end)
-        # The last draft was never fed back.
+        # A last draft was never fed back; where a broken row cut them short, all were, and verification ends earlier.
         return len(request.tokens) + entry.sl - 1 if entry.sl else request.draft_cached
 
     @staticmethod

@@ -73,7 +73,7 @@ class RowParams:
 
 def process_rows(
     owners: Sequence[Request],
-    prefixes: Sequence[torch.Tensor],
+    prefixes: Sequence[Sequence[int]],
     logits: torch.Tensor,
     vocabulary: int,
     device: torch.device,
@@ -83,11 +83,11 @@ def process_rows(
     Parameters
     ----------
     owners : sequence of Request, R
-        Whose row it is. If one of its processors raises or returns another shape, the row becomes NaN and the first
-        such row's exception the request's ``cause``. A drafted row is then rejected, and the request ends only if
-        verification comes to need a target row like that.
-    prefixes : sequence of Tensor [1, n] int64, R
-        The exact prefix of each row, on `device`.
+        Whose row it is. If one of its processors raises or returns another shape, the row becomes NaN. The request's
+        ``cause`` becomes the exception of the first such row, None without one: drafting stops at such a row of the
+        draft, and the request ends only if verification comes to need a target row like that.
+    prefixes : sequence of sequences of int, R
+        The exact prefix of each row.
     logits : Tensor [R, <= vocabulary]
         Rows of target or draft; unchanged.
     vocabulary, device : int, torch.device
@@ -101,6 +101,7 @@ def process_rows(
     block = torch.full((len(logits), vocabulary), float("-inf"), device=device)
     block[:, : logits.shape[1]] = logits
     failed: dict[int, Exception] = {}
+    tensors: dict[int, torch.Tensor] = {}  # prefixes that a processor looks at
     for place in range(max(len(r.params.logits_processors) for r in owners)):
         groups: dict[int, tuple[LogitsProcessor, list[int]]] = {}  # requests may share processors
         for row, owner in enumerate(owners):
@@ -112,7 +113,12 @@ def process_rows(
             calls = [group] if together else [[row] for row in group]
             while calls:
                 rows = calls.pop(0)
-                prefix = prefixes[rows[0]][:, :0].expand(len(rows), 0) if together else prefixes[rows[0]]
+                if together:
+                    prefix = torch.empty(len(rows), 0, dtype=torch.long, device=device)
+                elif rows[0] in tensors:
+                    prefix = tensors[rows[0]]
+                else:
+                    prefix = tensors[rows[0]] = torch.tensor([prefixes[rows[0]]], device=device)
                 try:
                     result = processor(prefix, block[rows])
                     if result.shape != (len(rows), vocabulary):
@@ -125,6 +131,8 @@ def process_rows(
                     block[rows] = float("nan")
                     drop_frames(cause)
                     failed[rows[0]] = cause
+    for owner in owners:
+        owner.cause = None
     for row in sorted(failed, reverse=True):
         owners[row].cause = failed[row]
     return block[:, : logits.shape[1]].to(logits.device)

@@ -37,7 +37,8 @@ class Scorer:
         Returns
         -------
         logits : Tensor [N + B, Vt]
-            For each request its drafted positions, then its bonus position; after its processors.
+            For each request its drafted positions, then its bonus position; after its processors. Float32 once any of
+            the requests has some, else in the model's number format.
         raw : list of Tensor [k_i + 1, Vt] or None
             For each request that keeps logits, its rows as the model gave them.
         """
@@ -58,15 +59,13 @@ class Scorer:
         processed = any(r.params.logits_processors for r in requests)
         raw: list[torch.Tensor | None] = []
         owners: list[Request] = []
-        prefixes: list[torch.Tensor] = []
+        prefixes: list[list[int]] = []
         for request, tokens in zip(requests, drafts.tokens, strict=True):
             rows = logits[len(owners) : len(owners) + len(tokens) + 1]
-            raw.append(rows.clone() if request.params.keep_logits else None)
+            raw.append(rows if request.params.keep_logits else None)
             owners += [request] * len(rows)
             if processed:
-                request.cause = None  # what the draft's rows met with is no reason to end
-                prefix = torch.tensor([[*request.tokens, *tokens]], device=logits.device)
-                prefixes += [prefix[:, : len(request.tokens) + j] for j in range(len(rows))]
+                prefixes += [[*request.tokens, *tokens[:j]] for j in range(len(rows))]
         if processed:
             logits = process_rows(owners, prefixes, logits, logits.shape[1], logits.device)
         return logits, raw

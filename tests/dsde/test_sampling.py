@@ -30,7 +30,7 @@ def request(number: int, *processors) -> Request:
 
 
 def rows(owners, logits, vocabulary=V):
-    prefixes = [torch.tensor([[1] * (i + 1)]) for i in range(len(owners))]
+    prefixes = [[1] * (i + 1) for i in range(len(owners))]
     return process_rows(owners, prefixes, logits, vocabulary, logits.device)
 
 
@@ -99,6 +99,31 @@ def test_a_step_of_the_engine_calls_a_stateless_processor_once_for_its_target_ro
     recorder.calls.clear()
     engine.step()
     assert [shape[0] for _, shape in recorder.calls] == [2, 2, 2, 2 * 3 + 2]  # three draft passes, then the target's
+
+
+def test_a_prefix_becomes_a_tensor_only_for_who_looks_at_it():
+    class Untouchable(list):
+        def __iter__(self):
+            raise AssertionError("read")
+
+        def __len__(self):
+            raise AssertionError("read")
+
+    seen = []
+    own = Recorder(0.0)
+    look = request(0, Stateless(own), lambda p, x: seen.append(p) or x, lambda p, x: seen.append(p) or x)
+    share = request(1, Stateless(own))
+    prefixes = [[5, 6], Untouchable(), Untouchable()]
+    process_rows([look, share, request(2)], prefixes, torch.zeros(3, V), V, torch.device("cpu"))
+    assert seen[0] is seen[1] and seen[0].tolist() == [[5, 6]] and seen[0].dtype == torch.int64
+
+
+def test_a_cause_is_forgotten_with_the_next_rows():
+    owner = request(0, lambda p, x: x if p.shape[1] > 1 else None)
+    rows([owner, owner], torch.zeros(2, V))
+    assert isinstance(owner.cause, AttributeError) and owner.cause.__traceback__ is None
+    process_rows([owner], [[1, 2]], torch.zeros(1, V), V, torch.device("cpu"))
+    assert owner.cause is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
