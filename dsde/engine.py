@@ -22,7 +22,7 @@ from .cache import PackedModel, context_of
 from .controllers import Controller, named
 from .fallback import SequentialModel, load
 from .proposer import Drafts, ModelProposer, NgramProposer
-from .request import Completion, Request, SamplingParams, StepTrace
+from .request import Completion, Request, SamplingParams, StepTrace, is_number, whole
 from .sampling import RowParams
 from .scheduler import Entry, Scheduler
 from .scorer import Scorer
@@ -30,6 +30,7 @@ from .stops import cut_at_end, cut_at_stop
 
 # Without kv_blocks the pool holds every sequence at full context, but no more positions than this.
 _DEFAULT_POSITIONS = 32768
+_MOST = 2**31 - 1
 
 
 class Engine:
@@ -60,7 +61,11 @@ class Engine:
     Raises
     ------
     ValueError
-        A model whose cache can't be rolled back, an unknown controller, or a limit out of range.
+        A model in training mode, in a number format that isn't float32, bfloat16 or float16, or whose cache can't be
+        rolled back; an unknown controller, one that drafts without a draft, or a `Dsde` that serves another engine; a
+        limit or seed that is no int or out of range.
+    MemoryError
+        The KV pool does not fit.
 
     Notes
     -----
@@ -86,10 +91,13 @@ class Engine:
             raise ValueError(f"draft must be a model with controller {controller!r}, got None")
         if isinstance(draft, str) and draft != "ngram":
             raise ValueError(f'draft must be a model or "ngram", got {draft!r}')
-        for name, value in (("block_size", block_size), ("max_sequences", max_sequences)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
-        if kv_blocks is None:
+        block_size = whole("block_size", block_size, 1, _MOST)
+        max_sequences = whole("max_sequences", max_sequences, 1, _MOST)
+        max_tokens_per_step = whole("max_tokens_per_step", max_tokens_per_step, 1, _MOST)
+        self.seed = whole("seed", seed, -(2**63), 2**63 - 1)
+        if kv_blocks is not None:
+            kv_blocks = whole("kv_blocks", kv_blocks, 1, _MOST)
+        else:
             context = context_of(target.config.get_text_config()) or _DEFAULT_POSITIONS
             kv_blocks = min(max_sequences * -(-context // block_size), _DEFAULT_POSITIONS // block_size)
         self.blocks = BlockManager(kv_blocks, block_size)
@@ -108,7 +116,6 @@ class Engine:
         )
         self.controller.bind(max_sequences, self.target.device)
         self.tokenizer = tokenizer
-        self.seed = seed
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
         self._eos = frozenset([eos] if isinstance(eos, int) else eos or ())
         self._ids = itertools.count()
@@ -136,9 +143,10 @@ class Engine:
         params : SamplingParams, optional
             Defaults to greedy decoding of 128 tokens.
         priority : int
-            Higher is served first and preempted last.
+            Of 64 bits. Higher is served first and preempted last.
         deadline : float, optional
-            Seconds from now; among equal priorities the earliest is served first. Not a time-out.
+            Seconds from now, 0 or more; among equal priorities the earliest is served first, and requests without one
+            come last. Not a time-out.
         on_tokens : callable, optional
             Called as ``on_tokens(request, new_ids)`` after each step that committed tokens of this request.
 
@@ -151,9 +159,13 @@ class Engine:
         ------
         ValueError
             An empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token in the context, a
-            request that could never fit into the KV pool, or stop strings without a tokenizer.
+            request that could never fit into the KV pool, stop strings without a tokenizer, or an argument of another
+            kind than described.
         """
-        params = params or SamplingParams()
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {params!r}")
         try:
             prompt = [operator.index(i) for i in prompt_ids]
         except TypeError:
@@ -175,10 +187,9 @@ class Engine:
             raise ValueError(f"prompt and max_new_tokens need {limit} KV positions, kv_blocks hold {room}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs an engine with a tokenizer, got {params.stop!r}")
-        if deadline is not None and not deadline >= 0:
+        if deadline is not None and not (is_number(deadline) and deadline >= 0):
             raise ValueError(f"deadline must be >= 0 seconds from now, got {deadline!r}")
-        if not isinstance(priority, int):
-            raise ValueError(f"priority must be an int, got {priority!r}")
+        priority = whole("priority", priority, -(2**63), 2**63 - 1)
         number = next(self._ids)
         request = Request(
             id=number,
@@ -274,7 +285,14 @@ class Engine:
         Returns
         -------
         list of Completion
-            In the order of `prompts`.
+            In the order of `prompts`. Those of requests that failed have the ``finish_reason`` "error".
+
+        Raises
+        ------
+        ValueError
+            As many `params` as prompts are missing, or `submit` refuses a prompt; nothing was decoded then.
+        RuntimeError
+            Called from within a step.
         """
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):

@@ -93,7 +93,7 @@ class SamplingParams:
         self._whole("max_new_tokens", 1, 2**31 - 1)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) or (value is None and name != "temperature")):
+            if not (is_number(value) or (value is None and name != "temperature")):
                 raise ValueError(f"{name} must be a number, got {value!r}")
         # The kernels compute in float32: what is no ordinary number there is refused here.
         if self.temperature != 0 and not _TINY <= self.temperature <= 1 / _TINY:
@@ -141,6 +141,11 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
             if low <= number <= high:
                 return number
     raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be compared and made a float; numpy's numbers can."""
+    return isinstance(value, Real)
 
 
 def drop_frames(error: BaseException | None) -> None:

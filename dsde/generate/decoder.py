@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..cache import CannotRollBack, context_of
-from ..controllers import Static
+from ..controllers import Static, named
 from ..engine import Engine
 from ..models import check_tokenizers
 from ..request import Completion, Request, SamplingParams
@@ -20,6 +21,7 @@ from .batch import ColumnStream, assemble, full_output, left_padding
 from .options import MODES, default, hand_back_reason, refuse_inputs, refuse_options, whole
 from .rows import Row, refuse_stateful, share, split_criteria, split_tail
 
+_ENGINE_OPTIONS = tuple(n for n in inspect.signature(Engine).parameters if n not in ("target", "draft", "tokenizer"))
 # Decoding lends both models to the engine for a while, and two decoders may share a model: one call at a time.
 TURN = threading.RLock()
 
@@ -41,6 +43,11 @@ class Decoder:
     **engine_options
         For `dsde.Engine`, for example ``controller`` or ``kv_blocks``.
 
+    Raises
+    ------
+    ValueError
+        An option or a controller of that name does not exist, or stop strings lack a tokenizer.
+
     Notes
     -----
     The engine is made at the first call and kept. Calls from several threads take turns. transformers passes neither
@@ -59,6 +66,10 @@ class Decoder:
     ) -> None:
         if stop_strings is not None and tokenizer is None:
             raise ValueError(f"stop_strings need a tokenizer, got {stop_strings!r} without one")
+        unknown = ", ".join(name for name in engine_options if name not in _ENGINE_OPTIONS)
+        if unknown:
+            raise ValueError(f"unknown option: {unknown}; the engine's are {', '.join(_ENGINE_OPTIONS)}")
+        named(engine_options.get("controller", "dsde"))
         self.draft = draft
         self.streamer = streamer
         self.stop_strings = stop_strings

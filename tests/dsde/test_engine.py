@@ -563,8 +563,17 @@ def test_refusals_name_the_argument(tiny):
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(*arguments)
-    with pytest.raises(ValueError, match="priority"):
-        engine.submit([1], SamplingParams(3), priority="high")
+    for name, value in [
+        ("priority", "high"),
+        ("priority", 1.5),
+        ("deadline", "1"),
+        ("deadline", float("nan")),
+        ("deadline", -1),
+        ("params", {"temperature": 1}),
+        ("params", 0),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            engine.submit([1], **{"params": SamplingParams(3)} | {name: value})
     assert not engine.has_work
     with pytest.raises(ValueError, match="prompt_ids"):
         engine.generate([[1, 2], []], SamplingParams(max_new_tokens=3))
@@ -575,9 +584,13 @@ def test_refusals_name_the_argument(tiny):
         Engine(target, controller="dsde")
     with pytest.raises(ValueError, match="max_tokens_per_step"):
         Engine(target, draft, max_sequences=8, max_tokens_per_step=7)
-    for name in ("max_sequences", "block_size", "kv_blocks"):
-        with pytest.raises(ValueError, match=name):
-            Engine(target, draft, **{name: 0})
+    for name in ("max_sequences", "block_size", "kv_blocks", "max_tokens_per_step"):
+        for value in (0, 2.0, "2", True, 2**40):
+            with pytest.raises(ValueError, match=name):
+                Engine(target, draft, **{name: value})
+    for seed in (1.5, None, 2**63):
+        with pytest.raises(ValueError, match="seed"):
+            Engine(target, draft, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -628,6 +641,16 @@ def test_sampling_params_take_ints_of_numpy_and_torch():
     params = SamplingParams(np.int64(5), top_k=torch.tensor(3), seed=np.int32(7), eos=torch.tensor([2, 3]).unbind())
     assert (params.max_new_tokens, params.top_k, params.seed, params.eos) == (5, 3, 7, (2, 3))
     assert all(type(n) is int for n in (params.max_new_tokens, params.top_k, params.seed, *params.eos))
+
+
+def test_limits_of_numpy(tiny):
+    target, draft = tiny("llama")
+    limits = {"max_sequences": 2, "kv_blocks": 8, "block_size": 8, "max_tokens_per_step": 16, "seed": 3}
+    engine = Engine(target, draft, **{name: np.int32(value) for name, value in limits.items()})
+    first = engine.submit([1, 2], SamplingParams(4), priority=np.int64(1), deadline=np.float32(1))
+    assert type(first.priority) is int
+    (done,) = engine.generate([[1, 2]], SamplingParams(4, temperature=1.0))
+    assert len(done.token_ids) == 4
 
 
 def test_sampling_params_take_numbers_of_numpy():

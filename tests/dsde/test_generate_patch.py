@@ -78,6 +78,14 @@ class TestPatch:
         assert target.generate is own
         del target.generate
 
+    def test_options_are_checked_at_once(self, pair):
+        target, draft = pair
+        for make in (functools.partial(patch, target), functools.partial(Decoder, draft)):
+            with pytest.raises(ValueError, match=r"contorller.*max_sequences"):
+                make(contorller="off")
+            with pytest.raises(ValueError, match=r"controller must be .*fast"):
+                make(controller="fast")
+
     def test_the_engine_is_kept(self, pair):
         target, draft = pair
         with patch(target, draft) as patched:
