@@ -16,6 +16,7 @@ import torch
 from scipy.stats import chi2
 
 from dsde import Dsde, Engine, SamplingParams, Static
+from dsde.proposer import Drafts
 from dsde_kernels import DsdeRule
 from tests.dsde.models import build
 
@@ -23,6 +24,7 @@ VOCAB = 8
 SAMPLES = 8_000
 MANY = 20_000  # enough for a bias of 3 %, in the test that is shown to catch one
 FALSE_ALARM = 1e-4
+END = 3
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,50 @@ def test_a_bias_of_three_percent_is_caught(pair):
     prompt, tokens, _, _ = sample(pair, _Biased(3), SamplingParams(max_new_tokens=6, temperature=0.5), MANY)
     values = compare(tokens, exact(pair[0], prompt, 0.5).prod(0))
     assert values[0] < FALSE_ALARM and values[1] < FALSE_ALARM
+
+
+class _NoEnd:
+    """Takes the drafted end-of-sequence id back, which makes drafting depend on what was drawn."""
+
+    def __init__(self, proposer):
+        self.proposer = proposer
+        self.cached_after = proposer.cached_after
+
+    def propose(self, *step):
+        drafts = self.proposer.propose(*step)
+        keep = [token != END for tokens in drafts.tokens for token in tokens]
+        tokens = [[t for t in own if t != END] for own in drafts.tokens]
+        return Drafts(tokens, None if drafts.logits is None else drafts.logits[keep])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_drafts_that_end_with_an_end_of_sequence_id(pair, biased):
+    """Whoever drafts the end leaves the draft batch; a proposer that takes the end back then is caught.
+
+    The first three tokens jointly, the second and the third; tokens behind the end count as the end. The false-alarm
+    probability of each p-value's bound is 1e-4, 3e-4 in all.
+    """
+    engine = Engine(*pair, "static-3", max_sequences=500, kv_blocks=1500, block_size=8)
+    if biased:
+        engine.proposer = _NoEnd(engine.proposer)
+    prompt = [1, 2, 3]
+    done = engine.generate([prompt] * 6_000, SamplingParams(max_new_tokens=5, temperature=0.5, eos=[END]))
+    first, second, third = torch.tensor([(c.token_ids + [END] * 3)[:3] for c in done]).unbind(1)
+    joint = exact(pair[0], prompt, 0.5).prod(0).sum(3)
+    for ended in (joint[END], *joint[:, END]):  # all that could have followed is the end
+        total = ended.sum()
+        ended.zero_()
+        ended[(END,) * ended.ndim] = total
+    values = [
+        p_value(torch.bincount(first * VOCAB**2 + second * VOCAB + third, minlength=VOCAB**3).double(), joint),
+        p_value(torch.bincount(second, minlength=VOCAB).double(), joint.sum((0, 2))),
+        p_value(torch.bincount(third, minlength=VOCAB).double(), joint.sum((0, 1))),
+    ]
+    if biased:
+        assert max(values) < FALSE_ALARM
+    else:
+        assert len({step.sl for c in done for step in c.trace[1:2]}) > 1  # some ended before the third draft
+        assert min(values) > FALSE_ALARM
 
 
 def test_seeded_runs_repeat_and_seeds_differ(pair):
