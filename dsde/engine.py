@@ -290,7 +290,7 @@ class Engine:
         Raises
         ------
         ValueError
-            As many `params` as prompts are missing, or `submit` refuses a prompt; nothing was decoded then.
+            `params` are neither one nor as many as the prompts, or `submit` refuses a prompt; nothing is decoded then.
         RuntimeError
             Called from within a step.
         """

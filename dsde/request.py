@@ -176,8 +176,9 @@ class StepTrace:
 class Completion:
     """The end of a request.
 
-    ``logprobs[i]`` is log p of ``token_ids[i]`` under the target's distribution after temperature and truncation (at
-    temperature 1 for greedy requests); ``logits`` [generated, V] are the raw rows behind it, None unless asked for.
+    ``logprobs[i]`` is log p of ``token_ids[i]`` under the target's distribution after processors, temperature and
+    truncation (at temperature 1 for greedy requests); ``logits`` [generated, V] are the raw rows behind it, None unless
+    asked for, or if no token came.
     ``finish_reason`` is "stop" (end-of-sequence id, stop string or criterion), "length", "abort" or "error", the last
     with the reason in ``error``. ``ttft`` and ``latency`` are seconds since submission; ``ttft`` is None if no token
     came.

@@ -120,7 +120,12 @@ class Decoder:
         ValueError
             Anything that is not supported, by name, before the first forward pass.
         RuntimeError
-            A row cannot be continued: its logits are NaN or all masked.
+            A row cannot be continued: its logits are NaN or all masked. Or the call comes from within another one.
+        MemoryError
+            The engine's cache does not fit.
+        Exception
+            Whatever a processor, a criterion or the streamer raises; a processor's and a criterion's come without their
+            traceback.
         """
         config = generation_config
         mode = config.get_generation_mode()
@@ -205,6 +210,8 @@ class Decoder:
             The tokenizers disagree, or `dsde.Engine` refuses a model or an option.
         RuntimeError
             Called from within one of its own calls, for example by a logits processor.
+        MemoryError
+            The engine's cache does not fit.
         """
         with TURN:
             now = (*_state(model), *_state(self.draft))

@@ -36,6 +36,13 @@ _WITHOUT_MEANING = names(
     constraints force_words_ids decoder_start_token_id disable_compile transformers_version
     """
 )
+# How transformers' own loops draft and compute; the result is the same whatever they are.
+_WITHOUT_EFFECT = names(
+    """
+    use_cache prefill_chunk_size num_assistant_tokens_schedule assistant_confidence_threshold max_matching_ngram_size
+    assistant_lookbehind target_lookbehind
+    """
+)
 # What these may be besides None and transformers' own default.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
@@ -77,7 +84,7 @@ def hand_back_reason(model: PreTrainedModel, mode: GenerationMode) -> str | None
 
 def refuse_options(config: GenerationConfig) -> None:
     """ValueError that names the options of `config` which change what is asked for in a way not carried out here."""
-    known = _CARRIED_OUT | _WITHOUT_MEANING
+    known = _CARRIED_OUT | _WITHOUT_MEANING | _WITHOUT_EFFECT
     refuse(
         name
         for name in vars(GenerationConfig())

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from dsde import Decoder, Dsde, patch
-from tests.dsde.generate_support import batch
+from tests.dsde.generate_support import batch, both
 from tests.dsde.models import COMMON, build, weaken
 from tests.dsde.test_cache import FORGETS_NOTHING
 
@@ -340,18 +340,31 @@ REFUSED = {
     "token_healing": True,
     "output_attentions": True,
     "output_hidden_states": True,
-    "use_cache": False,
     "cache_implementation": "static",
-    "prefill_chunk_size": 4,
-    "assistant_confidence_threshold": 0.1,
-    "num_assistant_tokens_schedule": "heuristic",
     "assistant_early_exit": 1,
-    "max_matching_ngram_size": 5,
     "synced_gpus": True,
     "inputs_embeds": torch.zeros(5, 7, 32),
     "past_key_values": DynamicCache(),
     "negative_prompt_ids": torch.ones(5, 2, dtype=torch.long),
 }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"use_cache": False},
+        {"prefill_chunk_size": 4},
+        {"assistant_confidence_threshold": 0.1},
+        {"num_assistant_tokens_schedule": "heuristic"},
+        {"max_matching_ngram_size": 5},
+        {"assistant_lookbehind": 5},
+        {"target_lookbehind": 5},
+    ],
+    ids=str,
+)
+def test_options_without_effect(pair, option):
+    want, got = both(*pair, NEW | option)
+    assert torch.equal(want, got)
 
 
 class TestRefused:
