@@ -65,10 +65,11 @@ class SequentialModel:
     def _probe(self) -> int:
         """Compare a short text, after another beginning was rolled back, with the model's own forward pass."""
         text, table = probe_text(self.num_embeddings, min(8, self.context or 8)), BlockTable()
+        cut = len(text) // 2
         try:
             with self.packed():
-                begun = self.forward([Segment(text[:4], 0, table), Segment(text[3::-1], 4, table)])[:4]
-                logits = torch.cat((begun, self.forward([Segment(text[4:], 4, table)])))
+                begun = self.forward([Segment(text[:cut], 0, table), Segment(text[:cut][::-1], cut, table)])[:cut]
+                logits = torch.cat((begun, self.forward([Segment(text[cut:], cut, table)])))
             difference = difference_from_own(self.model, [text], logits[None])
         except (MemoryError, torch.OutOfMemoryError):
             raise

@@ -148,7 +148,8 @@ class NgramProposer:
     """Prompt lookup: the sequence's last tokens, where they occurred before, say what comes next.
 
     The longest match of up to three tokens wins, and of equally long ones the most recent. Drafts are deterministic: q
-    is 1 at the proposed token. A match near the end gives fewer drafts than were scheduled, no match gives none.
+    is 1 at the proposed token. A match near the end gives fewer drafts than were scheduled, no match gives none, and
+    nothing is proposed behind an end-of-sequence id.
     """
 
     _LONGEST = 3
@@ -156,7 +157,11 @@ class NgramProposer:
     def propose(self, entries: Sequence[Entry], requests: Sequence[Request], params: RowParams) -> Drafts:
         """Draft for one step; arguments and result as `ModelProposer.propose`."""
         lengths = [e.sl for e in entries if e.verifies]
-        return Drafts([self._lookup(r.tokens, k) for r, k in zip(requests, lengths, strict=True)])
+        found = [self._lookup(r.tokens, k) for r, k in zip(requests, lengths, strict=True)]
+        for request, tokens in zip(requests, found, strict=True):
+            end = next((i for i, token in enumerate(tokens) if token in request.eos), len(tokens))
+            del tokens[end + 1 :]
+        return Drafts(found)
 
     def cached_after(self, entry: Entry) -> int:
         """There is no draft cache."""

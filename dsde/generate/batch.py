@@ -76,11 +76,16 @@ def assemble(input_ids: torch.Tensor, completions: Sequence[Completion], pad: in
 
 
 def full_output(
-    sequences: torch.Tensor, completions: Sequence[Completion], rows: Sequence[Row], processors: Any, config: Any
+    sequences: torch.Tensor,
+    completions: Sequence[Completion],
+    rows: Sequence[Row],
+    processors: Any,
+    config: Any,
+    pad: int,
 ) -> GenerateDecoderOnlyOutput:
     """The dictionary form, with raw logits and processed scores of each step where `config` asks for them.
 
-    After the end of a row its logits and scores are 0 at the padding and -inf elsewhere.
+    After the end of a row its logits and scores are 0 at `pad` and -inf elsewhere.
     """
     width = sequences.shape[1] - max(len(c.token_ids) for c in completions)
     logits, scores = [], []
@@ -88,8 +93,7 @@ def full_output(
         assert completion.logits is not None
         raw = completion.logits.float()
         ended = raw.new_full((sequences.shape[1] - width - len(raw), raw.shape[1]), -torch.inf)
-        if len(ended):
-            ended[:, int(ids[-1])] = 0
+        ended[:, pad] = 0
         logits.append(torch.cat((raw, ended)))
         if config.output_scores:
             own = [row.processor(p) for p in processors]

@@ -196,7 +196,7 @@ class Decoder:
             return sequences
         if not keep:
             return GenerateDecoderOnlyOutput(sequences=sequences)
-        return full_output(sequences, done, rows, logits_processor, config)
+        return full_output(sequences, done, rows, logits_processor, config, pad_id)
 
     def prepare(self, model: PreTrainedModel, length: int = 0) -> Engine:
         """The engine for `model`: kept from call to call, made anew when one of its models changes.

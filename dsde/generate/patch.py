@@ -10,13 +10,21 @@ from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerationMode
 
 from ..cache import CannotRollBack
 from .decoder import TURN, Decoder
 from .options import hand_back_reason, refuse, refuse_options, whole
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_REFUSED = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "inputs_embeds", "cache")
+_REFUSED = (
+    "synced_gpus",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "inputs_embeds",
+    "cache",
+    "past_key_values",
+)
 
 
 def patch(model: PreTrainedModel, draft: PreTrainedModel | Literal["ngram"] | None = None, **options: Any) -> Patch:
@@ -70,10 +78,7 @@ class Patch:
         self._before: Any = None
         self._compared: tuple[Any, ...] = ()
         functools.update_wrapper(self, GenerationMixin.generate.__get__(model))
-        if (
-            draft is not None
-            and hand_back_reason(model, GenerationConfig(do_sample=False).get_generation_mode()) is None
-        ):
+        if draft is not None and hand_back_reason(model, GenerationMode.GREEDY_SEARCH) is None:
             try:
                 self.decoder.prepare(model)  # what cannot work is said here
             except CannotRollBack as cause:
@@ -144,7 +149,7 @@ class Patch:
             decoder.warn(reason)
             return self._original(*args, **kwargs)
         refuse_options(config)
-        refuse(k for k in (*_REFUSED, "past_key_values") if not (call.get(k) is None or call[k] is False))
+        refuse(k for k in _REFUSED if not (call.get(k) is None or call[k] is False))
         decoder.draft = draft  # one engine at a time: each holds a cache for the target
         given = (draft, tokenizer, draft_tokenizer)
         if given not in (self._compared, (draft, None, None)):

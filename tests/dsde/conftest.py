@@ -26,6 +26,14 @@ def tiny() -> Callable[[str], tuple[PreTrainedModel, PreTrainedModel]]:
     return get
 
 
+@pytest.fixture
+def pair(tiny):
+    """Target and draft for tests that patch the target."""
+    target, draft = tiny("llama")
+    yield target, draft
+    assert "generate" not in vars(target)  # every test leaves the model as it was
+
+
 @pytest.fixture(scope="session")
 def embedded() -> tuple[PreTrainedModel, PreTrainedModel]:
     """Target and draft of the embedded pair."""

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
 
 from dsde import Dsde, Engine, SamplingParams
+from dsde.fallback import SequentialModel
 from dsde.proposer import NgramProposer
 from dsde_kernels import DsdeRule
 from tests.dsde.models import CONFIGS, VOCAB, build, weaken
@@ -285,6 +286,11 @@ def test_models_with_their_own_attention_run_sequentially(family):
     stats = engine.stats()
     assert 0 < stats["accepted"] < stats["drafted"]
     assert len(engine.target._caches) == 0
+
+
+@pytest.mark.parametrize("context", [2, 5, 6, 7])
+def test_a_sequential_model_with_a_short_context(context):
+    assert SequentialModel(build("gpt2", n_positions=context)).vocabulary == VOCAB
 
 
 def test_on_tokens_streams_every_token_once(tiny):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsde import Engine, SamplingParams
+from dsde.request import Request
 from dsde.sampling import RowParams
+from dsde.scheduler import Entry
 from tests.dsde.models import VOCAB
 
 
@@ -47,6 +49,18 @@ def test_rows_that_stop_at_different_ends(tiny, processed):
             torch.testing.assert_close(drafts.threshold[row : row + 1], threshold, rtol=1e-6, atol=0)
             assert (token in request.eos) <= (j == len(tokens) - 1)
             row += 1
+
+
+def test_prompt_lookup_proposes_nothing_behind_an_end(tiny):
+    target, _ = tiny("llama")
+    engine = Engine(target, "ngram", "static-5")
+    text = [7, 8, 9, 10, 11, 12, 7, 8]
+    requests = [
+        Request(i, text, SamplingParams(), frozenset(eos), seed=0, limit=99)
+        for i, eos in enumerate([(), [10], [9, 10]])
+    ]
+    drafts = engine.proposer.propose([Entry(r, len(text), 4) for r in requests], requests, None)
+    assert drafts.tokens == [[9, 10, 11, 12], [9, 10], [9]]
 
 
 @pytest.mark.parametrize("controller", ["static-4", "dsde"])
