@@ -1,4 +1,4 @@
-"""Patching and un-patching, threads, calls handed back, and what is refused."""
+"""Patching and un-patching, threads, calls handed back, and failures."""
 
 from __future__ import annotations
 
