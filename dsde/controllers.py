@@ -7,15 +7,16 @@ output keeps the target's distribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 import dsde_kernels as dk
 
-from .request import Request
+from .request import Request, whole
 
 
+@runtime_checkable
 class Controller(Protocol):
     """What the engine asks of an SL adapter.
 
@@ -47,9 +48,7 @@ class Static:
     """The same speculation length for every sequence and step; 0 is plain autoregressive decoding."""
 
     def __init__(self, sl: int) -> None:
-        if sl < 0:
-            raise ValueError(f"controller: a static speculation length must be >= 0, got {sl}")
-        self.sl_limit = sl
+        self.sl_limit = whole("controller: a static speculation length", sl, 0, 2**31 - 1)
 
     def bind(self, capacity: int, device: torch.device) -> None:
         pass
@@ -107,10 +106,12 @@ def named(name: str | Controller) -> Controller:
     Raises
     ------
     ValueError
-        An unknown name.
+        An unknown name, or an object that lacks a part of the protocol.
     """
-    if not isinstance(name, str):
+    if isinstance(name, Controller) and not isinstance(name, type):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"controller must be a name or an object with the protocol of Controller, got {name!r}")
     if name == "off":
         return Static(0)
     if name == "dsde":

@@ -88,9 +88,11 @@ class Engine:
     ) -> None:
         self.controller = named(controller)
         if self.controller.sl_limit > 0 and draft is None:
-            raise ValueError(f"draft must be a model with controller {controller!r}, got None")
-        if isinstance(draft, str) and draft != "ngram":
-            raise ValueError(f'draft must be a model or "ngram", got {draft!r}')
+            raise ValueError(f'draft must be a model or "ngram" with controller {controller!r}, got None')
+        if not isinstance(target, PreTrainedModel):
+            raise ValueError(f"target must be a model, got {target!r}; dsde.models.load_model loads one")
+        if not (draft is None or draft == "ngram" or isinstance(draft, PreTrainedModel)):
+            raise ValueError(f'draft must be a model or "ngram", got {draft!r}; dsde.models.load_model loads one')
         block_size = whole("block_size", block_size, 1, _MOST)
         max_sequences = whole("max_sequences", max_sequences, 1, _MOST)
         max_tokens_per_step = whole("max_tokens_per_step", max_tokens_per_step, 1, _MOST)
@@ -169,7 +171,7 @@ class Engine:
         try:
             prompt = [operator.index(i) for i in prompt_ids]
         except TypeError:
-            raise ValueError(f"prompt_ids must be a sequence of ints, got {prompt_ids!r}") from None
+            raise ValueError(f"a prompt must be a sequence of token ids, got prompt_ids {prompt_ids!r}") from None
         if not prompt:
             raise ValueError("prompt_ids must hold at least one token, got none")
         bad = next((i for i in prompt if not 0 <= i < self.target.num_embeddings), None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
 
-from dsde import Dsde, Engine, SamplingParams
+from dsde import Dsde, Engine, SamplingParams, Static
 from dsde.fallback import SequentialModel
 from dsde.proposer import NgramProposer
 from dsde_kernels import DsdeRule
@@ -561,8 +561,8 @@ def test_refusals_name_the_argument(tiny):
         (([],), "prompt_ids"),
         (([1, VOCAB],), f"prompt_ids.*{VOCAB}"),
         (([1, -1],), "prompt_ids.*-1"),
-        (("123",), "prompt_ids must be a sequence of ints"),
-        (([1.5],), "prompt_ids must be a sequence of ints"),
+        (("123",), "a prompt must be a sequence of token ids"),
+        (([1.5],), "a prompt must be a sequence of token ids"),
         (([1] * 128,), "context of 128"),
         (([1] * 30, SamplingParams(max_new_tokens=3)), "33 KV positions, kv_blocks hold 32"),
         (([1], SamplingParams(max_new_tokens=3, stop=["x"])), "tokenizer"),
@@ -698,3 +698,25 @@ def test_generate_shows_progress(tiny, capsys):
     target, _ = tiny("llama")
     Engine(target, controller="off").generate(prompts([3, 3]), SamplingParams(max_new_tokens=2), progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a/path", "ngram"), "target must be a model.*a/path"),
+        ((None, "ngram"), "target must be a model.*None"),
+        (("target", "a/path"), "draft must be a model.*a/path"),
+        (("target", "ngram", object()), "controller must be a name"),
+        (("target", "ngram", Dsde), "controller must be a name"),
+        (("target", "ngram", 3), "controller must be a name.*3"),
+    ],
+)
+def test_what_is_no_model_or_controller(tiny, arguments, message):
+    target, _ = tiny("llama")
+    with pytest.raises(ValueError, match=message):
+        Engine(*(target if a == "target" else a for a in arguments))
+
+
+def test_a_static_length_is_a_whole_number():
+    with pytest.raises(ValueError, match=r"controller.*3\.5"):
+        Static(3.5)
