@@ -100,7 +100,7 @@ def stream_pair(
             if draft is not None:
                 new_d = tl.maximum(m_d, top_d)
                 fall_d = fall(m_d, new_d, scale)
-                lost = tl.where(fall_d > FAR, lost, s_t)
+                lost = tl.where(fall_d > FAR, lost, s_t)  # so far above that q is 0 at all earlier tokens
                 w = _moved(w, s_t, lost, fall_t, fall_d)
                 lost *= tl.exp2(fall_t)
                 s_d *= tl.exp2(fall_d)

@@ -7,7 +7,7 @@ the last one commits: it writes the token and takes the sequence's KLD into its 
 batch cap.
 
 Reads U (1 + r / (2K+1)) bytes, U = the N + B target and N draft rows, r = share of sequences that reject, and small
-records: 36 bytes per pair of rows and program, 40 a sequence, 20 per part of a race. Writes nothing of vocabulary size.
+records: 36 bytes per pair of rows and program, 48 a sequence, 20 per part of a race. Writes nothing of vocabulary size.
 Eager needs 9 to 13 U.
 """
 
@@ -243,6 +243,7 @@ def _finish(
     decisions, races, counters, i, part, sequences, vocabulary, shared, max_draft,
     RULE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """What follows the decision on sequence i, in the same launch or in the second: draw, then commit."""
     decision = row_at(decisions, i, DECISION)
     commits, token, top, kept = _draw(
         target, target_stride, draft, draft_stride, temperature, seed, step, cu_draft,
