@@ -6,6 +6,7 @@ import contextlib
 import math
 import operator
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -149,8 +150,14 @@ def is_number(value: Any) -> bool:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Take its traceback from an error, and from those it came of: the frames would keep engine and logits alive."""
+    """Take its traceback from an error, and from those it came of: the frames would keep engine and logits alive.
+
+    A note (from Python 3.11 on) says where it was raised.
+    """
     if error is not None and error.__traceback__ is not None:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        if hasattr(error, "add_note"):
+            error.add_note(f"raised at {frame.f_code.co_filename}:{line}")
         error.__traceback__ = None
         drop_frames(error.__cause__)
         drop_frames(error.__context__)

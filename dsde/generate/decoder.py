@@ -125,7 +125,7 @@ class Decoder:
             The engine's cache does not fit.
         Exception
             Whatever a processor, a criterion or the streamer raises; a processor's and a criterion's come without their
-            traceback.
+            traceback, but with a note of the line (from Python 3.11 on).
         """
         config = generation_config
         mode = config.get_generation_mode()

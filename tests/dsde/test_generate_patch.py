@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 import threading
 import warnings
 
@@ -358,8 +359,10 @@ class TestFailures:
             raise LookupError("no such word")
 
         with patch(target, draft) as patched:
-            with pytest.raises(LookupError, match="no such word"):
+            with pytest.raises(LookupError, match="no such word") as caught:
                 target.generate(**batch(), **NEW, logits_processor=LogitsProcessorList([broken]))
+            if sys.version_info >= (3, 11):  # says where, since its traceback is gone
+                assert caught.value.__notes__ == [f"raised at {__file__}:{broken.__code__.co_firstlineno + 1}"]
             engine = patched.decoder.prepare(target)
             assert engine.stats()["free_blocks"] == engine.stats()["blocks"]
             target.generate(**batch(), **NEW)
