@@ -224,7 +224,7 @@ class Decoder:
                 raise RuntimeError("generate was called from within its own decoding loop")
             options, pool = self.engine_options, self._engine.blocks
             # A controller that is an object serves one engine only.
-            grows = options.get("kv_blocks") is None and isinstance(options.get("controller", ""), str)
+            grows = options.get("kv_blocks") is None and isinstance(options.get("controller", "dsde"), str)
             if grows and pool.blocks_for(length) > pool.num_blocks:
                 self._engine = None
                 self._engine = Engine(model, self.draft, **options | {"kv_blocks": pool.blocks_for(length)})
